@@ -16,7 +16,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, ov
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
-from .._protocol.handles import of_handle
+from .._protocol.handles import described, of_handle
 from .._torch.compat import RRefBase, WorkerInfo
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
@@ -54,7 +54,7 @@ def _are_workers(to: Any) -> TypeGuard[Workers]:
         if not isinstance(each, str | int | WorkerInfo):
             if isinstance(of_handle(each), RRefBase | Supervised):
                 raise TypeError(_NO_GROUP)
-            raise TypeError(f"workers are names, ranks or WorkerInfos, got {each!r}")
+            raise TypeError(f"workers are names, ranks or WorkerInfos, got {described(each)}")
     return True
 
 
@@ -338,7 +338,7 @@ def _no_target(to: Any) -> TypeError:
     more = f"; write [*{to!r}]" if isinstance(to, Iterable) else ""
     return TypeError(
         f"the first argument must be a worker, a list or tuple of workers, an RRef or a Group, got "
-        f"{to!r}{more}"
+        f"{described(to)}{more}"
     )
 
 
@@ -564,4 +564,6 @@ def _checked_rref(rref: Any) -> RRef[Any]:
 def _no_rref(value: Any) -> TypeError:
     if isinstance(value, list | tuple):
         return TypeError(_NO_GROUP)
-    return TypeError(f"rref must be an RRef, as create() or torch returns it, got {value!r}")
+    return TypeError(
+        f"rref must be an RRef, as create() or torch returns it, got {described(value)}"
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
-from .._protocol.handles import of_handle
+from .._protocol.handles import described, of_handle
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.messages import Arguments
@@ -100,7 +100,7 @@ class Group(Sequence[RRef[T]]):
         self._members: tuple[Any, ...] = tuple(map(of_handle, members))
         for member in self._members:
             if not isinstance(member, RRefBase | Supervised):
-                raise TypeError(f"members of a Group must be RRefs, got {member!r}")
+                raise TypeError(f"members of a Group must be RRefs, got {described(member)}")
         self._has_supervised = any(isinstance(each, Supervised) for each in self._members)
         self._least_busy = LeastBusy()
         self._key = tuple(map(_identity, self._members))

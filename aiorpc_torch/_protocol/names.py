@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.distributed.rpc import RRef
 
 from .._aio.loops import call_soon
-from .._torch.compat import RRefBase
+from .._torch.compat import RRefBase, make_rref
 from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
 from ..errors import NotInWorld
@@ -46,7 +46,7 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     if is_of_this_process(rref):
         raise TypeError(f"register() takes an object of this worker or its RRef, got {object!r}")
     if not isinstance(rref, RRefBase):
-        rref = RRef(rref)
+        rref = make_rref(rref)
     elif not rref.is_owner():
         owner = owner_name(rref)
         raise ValueError(f"the object is on worker {owner!r}; register it there, or pass its RRef")

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
 from .._protocol.interception import CallInfo, End, Kind, enter_call
 from .._protocol.recording import ContextRecord, enter_record
 from .._protocol.timings import timings
+from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event, profiler_enabled
 from .._wire.ancestry import BatchScope, enter_scopes
@@ -257,7 +257,7 @@ class CreateCall(RpcCall):
     def _encode(self, value: Any) -> tuple[Any, Any]:
         created = value.value if type(value) is SharedValue else value
         self.session.on_created(created)
-        return super()._encode(RRef(created))
+        return super()._encode(make_rref(created))
 
 
 def batch_joiner(function: Callable[..., Any]) -> Joiner | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
+from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
 
 EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
@@ -122,12 +123,30 @@ def _pickler_class(cloudpickle: Any) -> Any:
     return ByValuePickler
 
 
-def _resolves(obj: Any) -> bool:
+def _resolves(obj: Any, named: Any = None) -> bool:
+    """Return whether it has the name of `named`, or its own, in a module that is loaded."""
     # cloudpickle sends all of `__main__` by value; with a file, peers import it.
-    found: Any = sys.modules.get(obj.__module__)
-    for part in obj.__qualname__.split("."):
+    named = obj if named is None else named
+    found: Any = sys.modules.get(named.__module__)
+    for part in named.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+def reduce_script_function(function: Any) -> Any:
+    """Return the reduction of a script function: its name, or its code if it has none."""
+    original = python_function(function)
+    if is_by_value(original) or not _resolves(function, original):
+        return reduce_script(function)
+    return find, (original.__qualname__, original.__module__)
+
+
+def find(path: str, module: str) -> Any:
+    """Return what has that name; import its module. Raises what importing raises."""
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _with_identity(obj: Any, reduced: Any) -> Any:

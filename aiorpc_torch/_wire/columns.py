@@ -38,8 +38,8 @@ HELD = "held"  # the cell is a size; the caller collects the value by torch RPC
 
 CellKind = str | TensorKind
 
-WireKind = str | tuple[str, tuple[int, ...]]
-"""A kind in a message; that of tensors as its dtype's name and its shape."""
+WireKind = str | tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A kind in a message; that of tensors with its dtype's name."""
 
 Cells = bytes | list[Any]
 """The cells of a column in a message: joined bytes of small tensors, or plain values."""
@@ -150,7 +150,7 @@ def share_cell(kind: CellKind, content: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def write_kind(kind: CellKind) -> WireKind:
     """Return a kind as a message holds it."""
-    return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]))
+    return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]), kind[2])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,7 +161,7 @@ def read_kind(kind: WireKind) -> CellKind:
         ValueError: if there is no such kind.
     """
     if isinstance(kind, tuple):
-        return dtype_named(kind[0]), kind[1]
+        return dtype_named(kind[0]), kind[1], kind[2]
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of column: {kind!r}")
     return kind

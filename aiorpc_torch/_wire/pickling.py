@@ -14,16 +14,26 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptFunction
+from torch.nn import Module
 
 from .._aio.loops import call_soon
 from .._aio.threads import memory_threads
 from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
+from .._torch.modules import reduce_module
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
 from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
-from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
+from .by_value import (
+    NAMED,
+    NotByName,
+    dump_by_value,
+    explain,
+    reduce_script_function,
+    refuse_by_value,
+)
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
 from .tensors import (
@@ -220,16 +230,19 @@ class _ValuePickler(pickle.Pickler):
             return read_rref, self._rrefs[id(obj)]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
-        own = OWN_REDUCTIONS.get(type(obj))
-        return NotImplemented if own is None else own(obj, self.parts)
+        if (own := OWN_REDUCTIONS.get(type(obj))) is not None:
+            return own(obj, self.parts)
+        if isinstance(obj, Module):
+            return reduce_module(obj)
+        return reduce_script_function(obj) if isinstance(obj, ScriptFunction) else NotImplemented
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
             check_subclass(tensor)
             return NotImplemented
         if (found := small_tensor(tensor)) is not None:
-            (dtype, shape), data = found
-            return read_small, ((dtype, tuple(shape)), data)
+            (dtype, shape, strides), data = found
+            return read_small, ((dtype, tuple(shape), strides), data)
         if tensor.layout in COMPRESSED:
             return _read_compressed, (*compressed_parts(tensor), tuple(tensor.shape), tensor.layout)
         tensors = self.parts.tensors
