@@ -85,7 +85,9 @@ class CallEncoder:
                 call.cells[0].check_sendable(self._devices, self._peer)
         except Exception as exc:
             name, peer = call_name(target), self._peer
-            try_add_note(exc, f"(while pickling the arguments of {name} for worker {peer!r})")
+            hint = ": `await` it first" if "'coroutine' object" in str(exc) else ""
+            text = f"(while pickling the arguments of {name} for worker {peer!r}{hint})"
+            try_add_note(exc, text)
             raise
         return call
 

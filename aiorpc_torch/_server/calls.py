@@ -15,6 +15,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
 from .._protocol.interception import CallInfo, End, Kind, enter_call
+from .._protocol.mistakes import note_rref
 from .._protocol.recording import ContextRecord, enter_record
 from .._protocol.timings import timings
 from .._torch.cuda import StreamFence
@@ -221,6 +222,7 @@ class RpcCall(ServerCall):
 
     def fail(self, exc: BaseException) -> None:
         if self.number in self.session.calls:
+            note_rref(exc)
             self._finish(FAILED, RemoteFailure.of(exc, self.worker), exc)
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
