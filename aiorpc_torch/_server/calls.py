@@ -232,6 +232,8 @@ class RpcCall(ServerCall):
         kind, content = found or (PACKED, pack(value))
         if kind is PLAIN or type(kind) is tuple:  # the common case
             return kind, content
+        if self.recording is not None and kind == PACKED:
+            content.warn_of_lost_graph(f"the result of {self.name}")
         if tensors := cell_tensors(kind, content):
             self.session.check_sendable(tensors)
         return kind, content

@@ -26,6 +26,7 @@ from .._protocol.timings import timings
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
 from .._torch.profiling import profiler_enabled
+from .._torch.switches import warn_if_decorator_is_void
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
@@ -283,6 +284,8 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
         exports.check(target, owner)
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    if not on_loop and hasattr(function, "__wrapped__"):
+        warn_if_decorator_is_void(function)
     makes = isinstance(target, CreateTarget | MakeTarget)
     # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
     # the batch of the one before.

@@ -8,6 +8,7 @@ them without a copy.
 
 import io
 import pickle
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,13 +32,27 @@ class PickledValue:
     Create it in the thread, and on the CUDA streams, that computed the tensors.
     """
 
-    __slots__ = ("data", "fence", "size", "tensors")
+    __slots__ = ("_without_graph", "data", "fence", "size", "tensors")
 
-    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
+    def __init__(
+        self, data: bytes, tensors: list[Tensor], without_graph: type[Tensor] | None = None
+    ) -> None:
         self.data = data
         self.tensors = tensors
+        self._without_graph = without_graph
         self.fence = fence_tensors(tensors)
         self.size = len(data) + sum(map(size_of, tensors))
+
+    def warn_of_lost_graph(self, what: str) -> None:
+        """Warn if a tensor that requires a gradient was pickled without its autograd graph."""
+        if self._without_graph is not None:
+            name = self._without_graph.__name__
+            warnings.warn(
+                f"{what} is or holds a {name}, to which no gradient returns: tensors of subclasses "
+                "travel as copies without a graph. Send its `.as_subclass(torch.Tensor)`, or "
+                "`.detach()` it",
+                stacklevel=2,
+            )
 
     def check_sendable(self, mapped: Collection[torch.device], peer: str) -> None:
         """Raise ValueError for a tensor on a device from which no map leads to `peer`."""
@@ -73,13 +88,13 @@ def pack(value: Any) -> PickledValue:
         packer.dump(value)
     except NotByName as exc:
         return _pack_by_value(value, packer, exc)
-    return PickledValue(file.getvalue(), packer.tensors)
+    return packer.packed()
 
 
 def _pack_by_value(value: Any, failed: "_ValuePickler", cause: NotByName) -> PickledValue:
     failed.tensors = []
     data = dump_by_value(value, failed.reduce, cause)
-    return PickledValue(data, failed.tensors)
+    return PickledValue(data, failed.tensors, failed.without_graph)
 
 
 class SharedPickle:
@@ -93,7 +108,9 @@ class SharedPickle:
         file = io.BytesIO()
         packer = _SharedPickler(file)
         packer.dump(value)
-        self._shared = PickledValue(file.getvalue(), share(packer.tensors))
+        packer.tensors = share(packer.tensors)
+        self._shared = packer.packed()
+        self._without_graph = packer.without_graph
         self._slots = packer.slots
 
     def fill(self, values: Sequence[Any]) -> PickledValue:
@@ -105,9 +122,9 @@ class SharedPickle:
         ]
         file = io.BytesIO()
         packer = _ValuePickler(file)
-        packer.tensors = [*self._shared.tensors]
+        packer.tensors, packer.without_graph = [*self._shared.tensors], self._without_graph
         packer.dump(_Filled(self._shared.data, filled))
-        return PickledValue(file.getvalue(), packer.tensors)
+        return packer.packed()
 
 
 class ValueSlot(NamedTuple):
@@ -140,7 +157,13 @@ class _ValuePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
+        self.without_graph: type[Tensor] | None = None  # class of a tensor that loses its graph
+        self._file = file
         self._rrefs: dict[int, Any] = {}  # sent by this pickle: each is forked once
+
+    def packed(self) -> PickledValue:
+        """Return what was pickled."""
+        return PickledValue(self._file.getvalue(), self.tensors, self.without_graph)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, NAMED):
@@ -163,6 +186,8 @@ class _ValuePickler(pickle.Pickler):
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
             check_subclass(tensor)
+            if tensor.requires_grad:
+                self.without_graph = type(tensor)
             return NotImplemented
         if (found := small_tensor(tensor)) is not None:
             (dtype, shape), data = found
