@@ -21,12 +21,11 @@ from .._aio.deadlines import deadline_after
 from .._protocol import propagation
 from .._protocol.exclusive import is_exclusive, turns_of
 from .._protocol.interception import TRACER, is_needed
-from .._protocol.runtime import runs_on_loop
+from .._protocol.runtime import runs_on_loop, warn_if_switch_is_void
 from .._protocol.timings import timings
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
 from .._torch.profiling import profiler_enabled
-from .._torch.switches import warn_if_decorator_is_void
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
@@ -284,8 +283,8 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
         exports.check(target, owner)
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
-    if not on_loop and hasattr(function, "__wrapped__"):
-        warn_if_decorator_is_void(function)
+    if hasattr(function, "__wrapped__"):
+        warn_if_switch_is_void(function)
     makes = isinstance(target, CreateTarget | MakeTarget)
     # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
     # the batch of the one before.

@@ -3,9 +3,7 @@
 (tests/loopback/test_torch_switches.py)
 """
 
-import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +17,9 @@ _DECORATED = {torch.no_grad()(_function).__code__, torch.autocast("cpu")(_functi
 """Code of the functions that torch's decorators make; inference_mode's is that of no_grad."""
 
 
-def warn_if_decorator_is_void(function: Callable[..., Any]) -> None:
-    """Warn if a decorator of torch surrounds only the making of a coroutine, not its steps."""
-    inner = inspect.unwrap(function)
-    if not (inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)):
-        return
-    each: Any = function
-    while each is not inner:
-        if getattr(each, "__code__", None) in _DECORATED:
-            warnings.warn(
-                f"{inner.__qualname__} is an `async def`, on which torch's decorators no_grad, "
-                "inference_mode and autocast have no effect: write `with torch.no_grad():` around "
-                "the lines that compute, without an `await` among them",
-                stacklevel=2,
-            )
-        each = each.__wrapped__
+def has_switch(function: Any) -> bool:
+    """Return whether a decorator of torch made this function, as `@torch.no_grad()`."""
+    return getattr(function, "__code__", None) in _DECORATED
 
 
 def warn_of_autocast() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch import Group, RRef, call, create, each, remote
+from aiorpc_torch import Group, RRef, batched, call, create, each, remote
 from aiorpc_torch.autograd import context
 from tests.support.tensor_kinds import LARGE, Labelled, ramp
 
@@ -79,6 +79,26 @@ async def test_decorators_of_coroutine_functions() -> None:
     ):
         with pytest.warns(UserWarning, match=r"is an `async def`.*write `with torch.no_grad\(\):"):
             await made
+
+
+def test_decorators_of_batched_coroutine_functions() -> None:
+    with pytest.warns(UserWarning, match=r"double is an `async def`"):
+
+        @batched(max_size=2)
+        @torch.no_grad()
+        async def double(xs: list[int]) -> list[int]:
+            return [2 * x for x in xs]
+
+
+@torch.no_grad()
+@batched(max_size=2)
+async def triple(xs: list[int]) -> list[int]:
+    return [3 * x for x in xs]
+
+
+async def test_decorators_around_batched() -> None:
+    with pytest.warns(UserWarning, match=r"triple is an `async def`"):
+        assert await call("main", triple, 1) == 3
 
 
 async def test_decorators_that_have_their_effect() -> None:
