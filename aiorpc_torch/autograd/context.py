@@ -7,7 +7,7 @@ calls.
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ PEER_LOSS_DELAY = 0.5  # seconds for the failure detector to name the worker tha
 
 
 _OF_PLAIN_BACKWARD = "graphTask_ INTERNAL ASSERT FAILED"
-"""Part of torch's error of `loss.backward()` through the result of a recorded call (2.13, 2.15)."""
+"""Part of torch's error of `loss.backward()` through the result of a recorded call (2.14)."""
 
 
 class Context:
@@ -229,7 +229,7 @@ async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
 
 
 def _check(roots: Any) -> list[Tensor]:
-    is_one = isinstance(roots, Tensor) or not isinstance(roots, Iterable)
+    is_one = isinstance(roots, Tensor | Awaitable) or not isinstance(roots, Iterable)
     found = [roots] if is_one else [*roots]
     for root in found:
         if not isinstance(root, Tensor):

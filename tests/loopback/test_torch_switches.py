@@ -198,3 +198,13 @@ async def test_a_plain_backward_in_a_context() -> None:
     with pytest.raises(RuntimeError, match="INTERNAL ASSERT") as error:
         await train()
     assert "write `await context.backward([loss])`" in "".join(error.value.__notes__)
+
+
+async def test_a_root_that_is_not_awaited() -> None:
+    made: Any = remote(RRef(Model())).forward(torch.ones(3))
+    async with context() as ctx:
+        with pytest.raises(
+            TypeError, match="roots must be tensors, got <call of forward, not sent"
+        ):
+            await ctx.backward(made)
+        await made
