@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -14,6 +14,7 @@ from .._wire.handshake import Party
 from ..errors import NotInWorld
 from . import endpoints
 from .handles import is_of_this_process, of_handle
+from .mistakes import await_hint
 from .name_table import NameTable
 
 T = TypeVar("T")
@@ -43,8 +44,11 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     if (server := endpoints.serving()) is None:
         raise NotInWorld(endpoints.NO_WORLD)
     rref: Any = of_handle(object)
-    if is_of_this_process(rref):
-        raise TypeError(f"register() takes an object of this worker or its RRef, got {object!r}")
+    if is_of_this_process(rref) or isinstance(rref, Coroutine):
+        hint = await_hint(rref)
+        raise TypeError(
+            f"register() takes an object of this worker or its RRef, got {object!r}{hint}"
+        )
     if not isinstance(rref, RRefBase):
         rref = make_rref(rref)
     elif not rref.is_owner():

@@ -14,6 +14,7 @@ import importlib
 import itertools
 import os
 import pickle
+import re
 import sys
 import uuid
 import weakref
@@ -228,13 +229,22 @@ def restore_state(obj: Any, setter_and_state: tuple[Callable[..., Any], Any]) ->
 
 
 def explain(exc: BaseException) -> BaseException:
-    """Return an error of unpickling, with the remedy if an object should travel by value."""
+    """Return an error of unpickling or of a look-up, with the remedy if a name is not found."""
     if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("cloudpickle"):
         return ModuleNotFoundError(
             f"a function or class came by value, which needs cloudpickle here: {EXTRA}",
             name=exc.name,
         )
-    # "… on <module '__main__' …>" until Python 3.13, "module '__main__' has no …" since 3.14.
-    if type(exc) is AttributeError and "module '__main__'" in str(exc):
-        return AttributeError(f"{exc}; for its sender to send it by value: {EXTRA}")
+    # "… on <module '__main__' …>" until Python 3.13, "module '__main__' has no …" since 3.14. The
+    # script of a local world's children is `__mp_main__`.
+    if type(exc) is AttributeError and _OF_MAIN.search(str(exc)):
+        return AttributeError(
+            f"{exc}: only the other process's script has it. Put it into a module that both "
+            f"processes import; if that process is a notebook or prompt, there: {EXTRA}"
+        )
+    if isinstance(exc, ModuleNotFoundError):
+        exc.add_note("(both processes must be able to import the module: see PYTHONPATH)")
     return exc
+
+
+_OF_MAIN = re.compile(r"module '__(mp_)?main__'")

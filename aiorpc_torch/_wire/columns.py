@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch.sendable import COMPRESSED
+from .._torch.sendable import COMPRESSED, clone
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack_or_defer
 from .plain import MAX_INT, MIN_INT, is_wire_text
@@ -127,9 +127,9 @@ def plain_bytes(content: Any) -> int:
 def copy_cell(kind: CellKind, content: Any) -> Any:
     """Return the cell with copies of its large tensors."""
     if kind == PACKED:
-        copies = [tensor.clone() for tensor in content.ready_tensors()]
+        copies = [*map(clone, content.ready_tensors())]
         return PickledValue(content.data, copies, content.outside)
-    return content.clone() if kind == TENSOR else content
+    return clone(content) if kind == TENSOR else content
 
 
 def detach_cell(kind: CellKind, content: Any) -> Any:

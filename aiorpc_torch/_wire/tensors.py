@@ -40,8 +40,8 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
     size = tensor.nbytes
     if size > INLINE_BYTES:
         return None
-    if not size:
-        return (tensor.dtype, tensor.shape, ()), b""
+    if not size:  # or an overflow of it
+        return None if tensor.numel() else ((tensor.dtype, tensor.shape, ()), b"")
     strides: tuple[int, ...] = ()
     if not tensor.is_contiguous():
         if not has_memory(tensor, size):
@@ -70,12 +70,20 @@ def from_bytes(kind: Any, data: bytes, count: int) -> list[Tensor]:
     if len(data) != count * size:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
     if not size:
-        return [torch.empty(shape, dtype=dtype) for _ in range(count)]
+        return [_empty(shape, dtype) for _ in range(count)]
     buffer = bytearray(data)
     flat = [torch.frombuffer(buffer, dtype=dtype)] if count == 1 else _rows(buffer, dtype, count)
     if strides:
         return [row.as_strided(shape, strides) for row in flat]
     return flat if len(shape) == 1 else [row.view(shape) for row in flat]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without elements."""
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError:  # dense strides would overflow; those of an expanded tensor do not
+        return torch.empty_strided(shape, [0] * len(shape), dtype=dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -181,4 +189,6 @@ def compact_at_call(tensor: Tensor) -> Tensor:
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of the tensor to send."""
     # A sparse tensor does not know its bytes; assume that they are many.
-    return tensor.nbytes if tensor.layout is torch.strided else 1 << 20
+    if tensor.layout is not torch.strided:
+        return 1 << 20
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded one has few
