@@ -99,6 +99,6 @@ async def test_reprs() -> None:
     assert repr(stream) == "<stream of count>"
     assert [item async for item in stream] == [0]
     called = remote(gate).open()
-    assert repr(called) == "<call of open>"
+    assert repr(called) == "<call of open, not sent: await it>"
     await called
     await asyncio.gather(*waiting)
