@@ -134,7 +134,7 @@ def make_rref(value: Any) -> "_rpc.RRef[Any]":
     object: a copy of a list or dict, `str` for `bytes`, `int` for a dtype. It takes a script module
     only with an interface, and reads freed memory for the type of a tuple. It asks three functions
     of Python first. With the answers below it infers nothing, at once.
-    (2.14; tests/loopback/test_any_object.py)
+    (2.11, 2.13, 2.14; tests/loopback/test_any_object.py)
     """
     if isinstance(value, Tensor):  # distributed autograd and torch's optimizers need the type
         return _rpc.RRef(value)

@@ -2,9 +2,11 @@
 
 import asyncio
 import collections
+import contextlib
 import enum
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,18 +39,26 @@ class Name(str):
     __slots__ = ()
 
 
-def script(obj: Any) -> Any:
-    """Compile it by TorchScript, of which torch warns: it is deprecated."""
-    with warnings.catch_warnings():
+# Two threads that change the filters of warnings restore each other's.
+_filters = threading.Lock()
+
+
+@contextlib.contextmanager
+def _torchscript() -> Iterator[None]:
+    """Hide torch's warnings that TorchScript is deprecated."""
+    with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def script(obj: Any) -> Any:
+    with _torchscript():
         return torch.jit.script(obj)
 
 
 def trace(module: nn.Module) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with _torchscript():
         return torch.jit.trace(module, torch.ones(1, 2))
 
 
