@@ -14,7 +14,7 @@ Each of these changes to `scheduler.py`, one at a time, makes tests of this file
 7.  `discard`: only asks whether the item waits, and leaves it there
 8.  `_next_size`: one item too many
 9.  `close`: hands the items out and keeps them
-10. `Fill`: `max_wait < 0` in place of the closed range, so inf and nan pass (`test_policy_values.py`)
+10. `Fill`: `max_wait < 0` in place of the closed range (in `test_policy_values.py`)
 11. `_select_batch`: only looks at the oldest key, or at full ones first; `_peek`: outdated entries
 12. `add`, `_remove`: a key that has become full, or a new oldest, is not in its heap
 13. `_push`: never tidies, or drops valid entries
