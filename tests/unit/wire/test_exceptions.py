@@ -114,3 +114,12 @@ def test_a_second_hop_keeps_the_class() -> None:
     assert isinstance(twice.__cause__, RemoteTraceback)
     assert twice.__cause__.worker == "relay"
     assert "on worker 'ps':" in twice.__cause__.text
+
+
+def test_a_replica_of_a_stop_is_a_text() -> None:
+    """It names the function that was running, and its cause is the exception itself."""
+    sent = StopIteration("text of it")
+    got = copy_exception(sent, "Agent.select")
+    assert type(got) is RemoteError
+    assert str(got).startswith("Agent.select raised StopIteration")
+    assert got.__cause__ is sent
