@@ -46,8 +46,6 @@ Names with a leading underscore are private.
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.rpc import RRef
-
 from . import autograd as autograd, errors as errors, types as types
 from ._aio.deadlines import seconds_left, timeout
 from ._batching.decorator import batched
@@ -62,6 +60,7 @@ from ._port.tls import Tls
 from ._protocol.names import register, unregister
 from ._server.exclusive import exclusive
 from ._server.torch_clients import async_execution
+from ._torch.public_rref import RRef
 from ._torch.transport import wrap_future
 from ._version import __version__ as __version__
 from ._world.attach import attach

@@ -11,7 +11,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from .._aio.identity import WeakIdentityDict
 from .._protocol.endpoints import serving
-from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
+from .._protocol.runtime import (
+    in_event_loop,
+    mark_runs_on_loop,
+    run_for_torch_client,
+    warn_if_switch_is_void,
+)
 from .._torch.compat import RRefBase
 from .._wire.by_value import refuse_by_value
 from .._wire.messages import Arguments
@@ -134,6 +139,7 @@ class Batched:
     ) -> None:
         functools.update_wrapper(self, function)
         _check_signature(function)
+        warn_if_switch_is_void(function)
         self._function = function
         self._policy = policy
         self._stack = stack

@@ -13,10 +13,12 @@ from collections.abc import (
 from functools import partial
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, overload
 
+import torch
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
-from .._protocol.handles import of_handle
+from .._protocol.handles import described, of_handle
+from .._protocol.mistakes import await_hint
 from .._torch.compat import RRefBase, WorkerInfo
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
@@ -54,7 +56,7 @@ def _are_workers(to: Any) -> TypeGuard[Workers]:
         if not isinstance(each, str | int | WorkerInfo):
             if isinstance(of_handle(each), RRefBase | Supervised):
                 raise TypeError(_NO_GROUP)
-            raise TypeError(f"workers are names, ranks or WorkerInfos, got {each!r}")
+            raise TypeError(f"workers are names, ranks or WorkerInfos, got {described(each)}")
     return True
 
 
@@ -295,7 +297,10 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         NotInWorld: from the await, outside a world.
     """
     if not callable(function):
-        raise TypeError(f"the function of call() must be callable, got {function!r}")
+        raise TypeError(
+            f"the function of call() must be callable, got {function!r}: pass the function and its "
+            "arguments apart, `call(to, f, x)`"
+        )
     if isinstance(to, RRefBase):
         return RemoteCall(to, BoundTarget(_checked_rref(to), function), None, *args, **kwargs)
     if isinstance(to, str | int | WorkerInfo):
@@ -335,10 +340,12 @@ def _call_object(
 
 
 def _no_target(to: Any) -> TypeError:
-    more = f"; write [*{to!r}]" if isinstance(to, Iterable) else ""
+    more = await_hint(to)
+    if not more and isinstance(to, Iterable):
+        more = f"; write [*{to!r}]"
     return TypeError(
         f"the first argument must be a worker, a list or tuple of workers, an RRef or a Group, got "
-        f"{to!r}{more}"
+        f"{described(to)}{more}"
     )
 
 
@@ -424,8 +431,7 @@ async def create(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: 
         GroupError: if some of many fail; `results` has the RRefs of the others.
         NotInWorld: outside a world.
     """
-    if not callable(factory):
-        raise TypeError(f"the factory of create() must be callable, got {factory!r}")
+    _check_factory("create", factory)
     if isinstance(to, str | int | WorkerInfo):
         return await create_object(to, factory, args, kwargs)
     if _are_workers(to):
@@ -494,8 +500,7 @@ async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwar
         NotInWorld: outside a world.
         WorkerLost: if the worker is lost before the first object is made.
     """
-    if not callable(factory):
-        raise TypeError(f"the factory of supervised() must be callable, got {factory!r}")
+    _check_factory("supervised", factory)
     if not _are_workers(to):
         worker = _replaceable(to)
         rref = await create_object(worker, factory, args, kwargs)
@@ -506,6 +511,21 @@ async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwar
     return Group(
         Supervised(rref, worker, factory, *row)
         for rref, worker, row in zip(rrefs, workers, rows, strict=True)
+    )
+
+
+def _check_factory(name: str, factory: Any) -> None:
+    """Raise TypeError for what makes no object, as a module in place of its class."""
+    # A module can be called, but that is its forward.
+    if callable(factory) and not isinstance(factory, torch.nn.Module):
+        return
+    hint = await_hint(factory) or (
+        f": pass a class and its arguments, `{name}(to, Net, 3)`, or for a copy of an object a "
+        f"function that returns it, `{name}(to, f, obj)`"
+    )
+    got = f"a {type(factory).__name__}" if callable(factory) else repr(factory)
+    raise TypeError(
+        f"the factory of {name}() must be callable and make the object, got {got}{hint}"
     )
 
 
@@ -564,4 +584,7 @@ def _checked_rref(rref: Any) -> RRef[Any]:
 def _no_rref(value: Any) -> TypeError:
     if isinstance(value, list | tuple):
         return TypeError(_NO_GROUP)
-    return TypeError(f"rref must be an RRef, as create() or torch returns it, got {value!r}")
+    return TypeError(
+        "rref must be an RRef, as create() or torch returns it, got "
+        f"{described(value)}{await_hint(value)}"
+    )

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from sys import modules
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .._aio.deadlines import (
     ANYIO_BACKEND,
@@ -67,9 +67,34 @@ class LazyCall(Coroutine[Any, Any, R]):
         self._steps = steps = self._run()
         return steps
 
+    def _what(self) -> str:
+        """Return what is called, for texts."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        # A notebook shows it for a cell without the `await`.
+        return f"<{self.__name__}{', not sent: await it' if self._steps is None else ''}>"
+
     @property
     def __name__(self) -> str:  # for the repr of a task
-        return repr(self).strip("<>")
+        return f"call of {self._what()}"
+
+    if not TYPE_CHECKING:  # type checkers report both mistakes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                text += f": `await` <{self.__name__}> first, it gives the result"
+            raise AttributeError(text, name=name, obj=self)
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(
+                f"<{self.__name__}> cannot be iterated with `for`: write `async for` for a "
+                "generator's items, or `await` it for a list"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be sent, only its result can: `await` the call first")
 
     def send(self, value: Any) -> Any:
         """Run the next step, for a task."""
@@ -85,7 +110,8 @@ class LazyCall(Coroutine[Any, Any, R]):
 
     def __del__(self) -> None:
         if self._steps is None:
-            warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
+            text = f"<{self.__name__}> was never awaited"
+            warnings.warn(text, RuntimeWarning, stacklevel=2, source=self)
 
 
 class RemoteCall(LazyCall[Any]):
@@ -108,8 +134,8 @@ class RemoteCall(LazyCall[Any]):
         self._arguments = args, kwargs
         self._timeout = timeout
 
-    def __repr__(self) -> str:
-        return f"<call of {target_name(self._target)}>"
+    def _what(self) -> str:
+        return target_name(self._target)
 
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 

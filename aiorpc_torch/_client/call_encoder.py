@@ -30,7 +30,7 @@ from .._wire.wire_targets import EncodedTarget, encode_target
 
 MAX_METHODS = 256  # that an encoder remembers
 
-_PICKLED = (PACKED,)
+PICKLED = (PACKED,)
 """Kinds of arguments that are pickled together."""
 
 
@@ -81,11 +81,13 @@ class CallEncoder:
         batches = to_wire(self._caller) if entered_scopes() else ()
         try:
             call = encode_call(self._heads, number, encoded, stream, args, due, batches)
-            if call.head.kinds == _PICKLED:
+            if call.head.kinds == PICKLED:
                 call.cells[0].check_sendable(self._devices, self._peer)
         except Exception as exc:
             name, peer = call_name(target), self._peer
-            try_add_note(exc, f"(while pickling the arguments of {name} for worker {peer!r})")
+            hint = ": `await` it first" if "'coroutine' object" in str(exc) else ""
+            text = f"(while pickling the arguments of {name} for worker {peer!r}{hint})"
+            try_add_note(exc, text)
             raise
         return call
 

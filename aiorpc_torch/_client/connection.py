@@ -29,6 +29,7 @@ from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.tensor_links import TensorLinks
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
+from .._torch.switches import warn_of_autocast
 from .._wire.columns import STREAM_END
 from .._wire.connection_state import FlowWindow
 from .._wire.frames import (
@@ -54,7 +55,7 @@ from ..errors import (
     WorkerUnreachable,
 )
 from .answers import error_of_close
-from .call_encoder import CallEncoder
+from .call_encoder import PICKLED, CallEncoder
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
 from .sender import CallSender
@@ -257,8 +258,13 @@ class Connection(Channel):
     def _submit(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> None:
         if is_needed():
             self._carry(call, target, is_stream=type(receiver) is StreamReader)
-        if (recording := record_for_call()) is not None:  # in an autograd context
+        recording = record_for_call()
+        if call.is_large or recording is not None:  # beside these the check costs nothing
+            warn_of_autocast()
+        if recording is not None:  # in an autograd context
             name = target_name(target)
+            if call.head.kinds == PICKLED:
+                call.cells[0].warn_of_lost_graph(f"an argument of {name}")
             call.recorded = recording.begin(name, self.peer.name, self._recorded_calls)
         large_results = self._transfers.large_results
         if call.recorded is not None or (large_results and call.head.target in large_results):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
-from .._protocol.handles import of_handle
+from .._protocol.handles import described, of_handle
+from .._protocol.mistakes import await_hint, refuse_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.messages import Arguments
@@ -100,10 +101,14 @@ class Group(Sequence[RRef[T]]):
         self._members: tuple[Any, ...] = tuple(map(of_handle, members))
         for member in self._members:
             if not isinstance(member, RRefBase | Supervised):
-                raise TypeError(f"members of a Group must be RRefs, got {member!r}")
+                got = f"{described(member)}{await_hint(member)}"
+                raise TypeError(f"members of a Group must be RRefs, got {got}")
         self._has_supervised = any(isinstance(each, Supervised) for each in self._members)
         self._least_busy = LeastBusy()
         self._key = tuple(map(_identity, self._members))
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute
 
     def __repr__(self) -> str:
         owners = "workers of an earlier world"
@@ -294,6 +299,9 @@ class AnyMember(Generic[T]):
     def __init__(self, group: Collection[RRef[T]], now: Callable[[], Group[T]]) -> None:
         self._group = group
         self._now = now
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute
 
     def __repr__(self) -> str:
         return f"<any member of {self._group!r}>"

@@ -68,9 +68,9 @@ class GroupCall(LazyCall[list[R]], Generic[M, R]):
         self._timeout = timeout
         self._retries = retries
 
-    def __repr__(self) -> str:
+    def _what(self) -> str:
         members = self._members()
-        return f"<call of {_name_of(members)} by {len(members)} members>"
+        return f"{_name_of(members)} by {len(members)} members"
 
     def _members(self) -> list[Member]:
         return [(member, self._target(member)) for member in self._group]

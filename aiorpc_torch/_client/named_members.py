@@ -8,13 +8,14 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from typing import Any, Concatenate, Generic, NoReturn, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, Protocol, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._protocol import endpoints
+from .._protocol.mistakes import refuse_attribute
 from ..errors import CallTimeout, NotInWorld
 from .group import AnyMember, Group, Items
 from .group_map import MapResults
@@ -117,6 +118,9 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
         # Later: the garbage collector may run inside any function of the registry.
         weakref.finalize(self, call_soon, loop, watch.close).atexit = False
         run_on_loop(loop, watch.open)
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute
 
     def __repr__(self) -> str:
         return f"<members {self._watch.name!r}, {len(self)} now>"

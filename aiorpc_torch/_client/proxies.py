@@ -7,7 +7,7 @@ A handle also stands for its object wherever an RRef does: in `call`, `fetch`, `
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
@@ -74,23 +74,54 @@ def _retried(
     return RetriedCall(make, timeout, retries)
 
 
-class RemoteMethod(partial[RemoteCall]):
+class RemoteMethod(partial[Any]):
     """A method of a remote object, as `remote(rref).name`: a call of it returns an awaitable."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"<remote method {self._name}>"
+        return f"<remote method {_name_of(self)}>"
 
     def __await__(self) -> NoReturn:
+        name = _name_of(self)
         raise TypeError(
-            f"{self._name} was not called: write `await remote(rref).{self._name}()`. Only methods "
-            f"are reached by remote(); for data, add a method that returns it, or fetch the object"
+            f"{name} was not called: write `await remote(rref).{name}()`. Only methods are reached "
+            "by remote(); for data, add a method that returns it, or fetch the object"
         )
 
-    @property
-    def _name(self) -> str:
-        return str(next(each.name for each in self.args if type(each) is MethodTarget))
+    if not TYPE_CHECKING:  # type checkers report these mistakes themselves
+
+        def __aiter__(self) -> NoReturn:
+            name = _name_of(self)
+            raise TypeError(
+                f"{name} was not called: write `async for ... in remote(rref).{name}()`"
+            )
+
+        def __getitem__(self, _: object) -> NoReturn:
+            raise TypeError(f"'{_name_of(self)}[...]' is not a method. {_PARTS}")
+
+        def __getattr__(self, part: str) -> NoReturn:
+            name = _name_of(self)
+            if part.startswith("_"):
+                text = f"{type(self).__name__!r} object has no attribute {part!r}"
+            elif part in _OF_OTHERS:
+                text = f"there is no '.{part}' here: write `await remote(rref).{name}(...)`"
+            else:
+                text = f"'{name}.{part}' is not a method. {_PARTS}"
+            raise AttributeError(text, name=part, obj=self)
+
+
+_PARTS = (
+    "remote() reaches methods of the object, not of its parts: write a function of the object, "
+    "`def f(obj, x): ...`, and `await call(rref, f, x)`"
+)
+_OF_OTHERS = frozenset(("remote", "options", "rpc_sync", "rpc_async", "call", "call_one"))
+"""What other libraries call between a method and its arguments."""
+
+
+def _name_of(method: RemoteMethod) -> str:
+    args = method.args  # of a `RemoteProxy`, or the name alone
+    return str(next((each.name for each in args if type(each) is MethodTarget), args[0]))
 
 
 _slots: Any = vars(RemoteProxy)
@@ -120,7 +151,7 @@ class _Proxy(Generic[T]):
         return f"<remote object: {self._of!r}>"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(self._make, check_public_name(name))
+        return RemoteMethod(self._make, check_public_name(name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the object itself, or each of a group."""

@@ -82,10 +82,10 @@ class RetriedCall(LazyCall[Any]):
         self._timeout = timeout
         self._retries = retries
 
-    def __repr__(self) -> str:
+    def _what(self) -> str:
         call = self._make(None)
         call.close()
-        return repr(call)
+        return call._what()
 
     def _run(self) -> Generator[Any, Any, Any]:
         attempts = _Attempts(self._make, self._timeout, self._retries)

@@ -9,12 +9,13 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import in_seconds
 from .._aio.loops import run_on_loop
+from .._protocol.mistakes import refuse_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
@@ -69,6 +70,9 @@ class Supervised(Generic[T]):
         self._error: BaseException | None = None  # of an object that has ended
         self._recovery: asyncio.Task[None] | None = None
         self._pool.tell_of_losses(worker, self._on_loss)
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute
 
     def __repr__(self) -> str:
         name = function_name(self._making[0])

@@ -2,18 +2,19 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
 
 from .._aio.loops import call_soon
-from .._torch.compat import RRefBase
+from .._torch.compat import RRefBase, make_rref
 from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
 from ..errors import NotInWorld
 from . import endpoints
 from .handles import is_of_this_process, of_handle
+from .mistakes import await_hint
 from .name_table import NameTable
 
 T = TypeVar("T")
@@ -43,10 +44,13 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     if (server := endpoints.serving()) is None:
         raise NotInWorld(endpoints.NO_WORLD)
     rref: Any = of_handle(object)
-    if is_of_this_process(rref):
-        raise TypeError(f"register() takes an object of this worker or its RRef, got {object!r}")
+    if is_of_this_process(rref) or isinstance(rref, Coroutine):
+        hint = await_hint(rref)
+        raise TypeError(
+            f"register() takes an object of this worker or its RRef, got {object!r}{hint}"
+        )
     if not isinstance(rref, RRefBase):
-        rref = RRef(rref)
+        rref = make_rref(rref)
     elif not rref.is_owner():
         owner = owner_name(rref)
         raise ValueError(f"the object is on worker {owner!r}; register it there, or pass its RRef")

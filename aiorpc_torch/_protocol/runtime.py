@@ -9,12 +9,14 @@ import contextvars
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.futures import Future
 
 from .._aio.threads import run_in_thread
+from .._torch.switches import has_switch
 from ..errors import NotInWorld
 from . import endpoints
 from .recording import current_record
@@ -72,3 +74,19 @@ def runs_on_loop(function: Callable[..., Any]) -> bool:
     return code is None and (
         inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     )
+
+
+def warn_if_switch_is_void(function: Any) -> None:
+    """Warn if a decorator of torch surrounds only the making of a coroutine, not its steps."""
+    is_switched = False
+    while isinstance(function, types.FunctionType | types.MethodType):
+        is_switched = is_switched or has_switch(function)
+        function = getattr(function, "__wrapped__", None)
+        if is_switched and runs_on_loop(function):
+            warnings.warn(
+                f"{function.__qualname__} is an `async def`, on which torch's decorators no_grad, "
+                "inference_mode and autocast have no effect: write `with torch.no_grad():` around "
+                "the lines that compute, without an `await` among them",
+                stacklevel=2,
+            )
+            return

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
 from .._protocol.interception import CallInfo, End, Kind, enter_call
+from .._protocol.mistakes import note_rref
 from .._protocol.recording import ContextRecord, enter_record
 from .._protocol.timings import timings
+from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event, profiler_enabled
 from .._wire.ancestry import BatchScope, enter_scopes
@@ -221,6 +222,7 @@ class RpcCall(ServerCall):
 
     def fail(self, exc: BaseException) -> None:
         if self.number in self.session.calls:
+            note_rref(exc)
             self._finish(FAILED, RemoteFailure.of(exc, self.worker), exc)
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
@@ -230,6 +232,8 @@ class RpcCall(ServerCall):
         kind, content = found or (PACKED, pack(value))
         if kind is PLAIN or type(kind) is tuple:  # the common case
             return kind, content
+        if self.recording is not None and kind == PACKED:
+            content.warn_of_lost_graph(f"the result of {self.name}")
         if tensors := cell_tensors(kind, content):
             self.session.check_sendable(tensors)
         return kind, content
@@ -257,7 +261,7 @@ class CreateCall(RpcCall):
     def _encode(self, value: Any) -> tuple[Any, Any]:
         created = value.value if type(value) is SharedValue else value
         self.session.on_created(created)
-        return super()._encode(RRef(created))
+        return super()._encode(make_rref(created))
 
 
 def batch_joiner(function: Callable[..., Any]) -> Joiner | None:

@@ -22,7 +22,7 @@ from .._aio.deadlines import deadline_after
 from .._protocol import propagation
 from .._protocol.exclusive import is_exclusive, turns_of
 from .._protocol.interception import TRACER, is_needed
-from .._protocol.runtime import runs_on_loop
+from .._protocol.runtime import runs_on_loop, warn_if_switch_is_void
 from .._protocol.timings import timings
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
@@ -318,6 +318,8 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
         exports.check(target, owner)
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    if hasattr(function, "__wrapped__"):
+        warn_if_switch_is_void(function)
     makes = isinstance(target, CreateTarget | MakeTarget)
     # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
     # the batch of the one before.

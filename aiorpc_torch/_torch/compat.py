@@ -4,25 +4,32 @@ Without one of them the import fails with an error that names the supported vers
 """
 
 import ctypes
+import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._version import __version__
 
 SUPPORTED = "2.11 to 2.15"
 
 try:
+    from torch import _jit_internal
+
     # The base class of torch.futures.Future, and faster to make.
     from torch._C import (
+        CompilationUnit,
         DisableTorchFunctionSubclass,
         DispatchKey,
         DispatchKeySet,
         Future as RawFuture,
         _dispatch_keys as dispatch_keys,
+        import_ir_module_from_buffer,
     )
     from torch._C._autograd import _profiler_enabled as profiler_enabled
     from torch._C._distributed_autograd import (
@@ -50,11 +57,18 @@ try:
     from torch.distributed import autograd as _autograd, rpc as _rpc
     from torch.distributed.rpc import api as _api
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
+    from torch.jit import _state as _jit_state
+    from torch.jit._recursive import wrap_cpp_module
+    from torch.jit._script import ScriptMeta, _CachedForward as CachedForward
     from torch.utils._pytree import tree_leaves
 
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    load_script: Callable[..., Any] = import_ir_module_from_buffer
+    wrap_script: Callable[[Any], Any] = wrap_cpp_module
+    _can_compile: Callable[[Any], bool] = _jit_internal.can_compile_class
+    _script_class: Callable[[Any], Any] = _jit_state._get_script_class
     _profiler._disable_profiler  # type: ignore[attr-defined]  # noqa: B018 - wrapped below
     TensorPipeAgent._update_group_membership  # noqa: B018 - wrapped below
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
@@ -100,6 +114,60 @@ def on_group_change(function: Callable[[Any, bool], None]) -> None:
         function(worker, is_join)
 
     TensorPipeAgent._update_group_membership = update_and_tell  # type: ignore[assignment, method-assign]
+
+
+# ── RRefs of any object ─────────────────────────────────────────────────────────────────────────
+
+
+class _Made(threading.local):
+    value: Any = object()  # the object of the RRef that this thread makes now, else no user's
+
+
+_NOTHING = _Made.value
+_made = _Made()
+
+
+def make_rref(value: Any) -> "_rpc.RRef[Any]":
+    """Return an RRef of `value`: of a tensor with its type, of any other object without one.
+
+    torch's constructor infers a TorchScript type, and keeps a value of that type in place of the
+    object: a copy of a list or dict, `str` for `bytes`, `int` for a dtype. It takes a script module
+    only with an interface, and reads freed memory for the type of a tuple. It asks three functions
+    of Python first. With the answers below it infers nothing, at once.
+    (2.14; tests/loopback/test_any_object.py)
+    """
+    if isinstance(value, Tensor):  # distributed autograd and torch's optimizers need the type
+        return _rpc.RRef(value)
+    before, _made.value = _made.value, value  # a finalizer may make one meanwhile
+    try:
+        rref: _rpc.RRef[Any] = _rpc.RRef(value)
+    finally:
+        _made.value = before
+    if rref.local_value() is not value:
+        raise RuntimeError(
+            f"torch {torch.__version__} has converted a {type(value).__qualname__} behind an RRef; "
+            f"supported versions: {SUPPORTED}"
+        )
+    return rref
+
+
+@functools.wraps(_can_compile)
+def _can_compile_class(cls: Any) -> bool:
+    return _made.value is not _NOTHING or _can_compile(cls)
+
+
+@functools.wraps(_script_class)
+def _get_script_class(cls: Any) -> Any:
+    return _script_class(cls) if _made.value is _NOTHING else None
+
+
+def _is_script_module(cls: Any, obj: Any) -> bool:
+    return obj is not _made.value and type.__instancecheck__(cls, obj)
+
+
+_jit_internal.can_compile_class = _can_compile_class  # type: ignore[assignment]
+_jit_state._get_script_class = _get_script_class
+ScriptMeta.__instancecheck__ = _is_script_module  # type: ignore[method-assign]
 
 
 # ── the autograd context of a thread ────────────────────────────────────────────────────────────

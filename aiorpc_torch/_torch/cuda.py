@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .devices import refuse_sparse
+from .sendable import clone
 from .tree import tensors_in
 
 # ── fences ──────────────────────────────────────────────────────────────────────────────────────
@@ -134,7 +135,7 @@ def _without_aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy that requires a gradient if the tensor does; a part of its autograd graph."""
     with torch.enable_grad():
-        return _requiring_as(tensor, tensor.clone())
+        return _requiring_as(tensor, clone(tensor))
 
 
 def _requiring_as(tensor: Tensor, copy: Tensor) -> Tensor:

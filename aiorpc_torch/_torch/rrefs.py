@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch.distributed.rpc import RRef
 
-from .compat import RRefBase
+from .compat import RRefBase, make_rref
 
 RRefId = tuple[int, int]
 """The worker id of the process that made the RRef, and the RRef's number there."""
@@ -117,7 +117,7 @@ class RRefTable:
     def renew(self, rref: "RRefBase[Any]") -> RRef[Any]:
         """Return an RRef of this world for one of an own object from an earlier world."""
         if (renewed := self._renewed.get(rref)) is None:
-            renewed = self._renewed[rref] = RRef(rref.local_value())
+            renewed = self._renewed[rref] = make_rref(rref.local_value())
         return renewed
 
     def own_rref(self, own_id: RRefId) -> "RRefBase[Any]":

@@ -69,17 +69,32 @@ def is_plain(tensor: Tensor) -> bool:
 def has_memory(tensor: Tensor, size: int) -> bool:
     """Return whether all elements of a strided tensor of `size` bytes are in its storage.
 
-    It may have been freed, or made smaller: `untyped_storage().resize_(0)`.
+    It may have been freed, or made smaller: `untyped_storage().resize_(0)`. Of an expanded tensor,
+    torch's own number of bytes may have overflowed: such a tensor has no memory.
     """
     if not size:
-        return True
+        return not tensor.numel()
     if not tensor.is_contiguous():
+        if tensor.numel() * tensor.itemsize != size:
+            return False
         size = last_element(tensor.shape, tensor.stride()) * tensor.itemsize
     offset: Any = tensor.storage_offset()
     if offset:
         size += offset * tensor.itemsize
     # A freed storage has 0 bytes, or no address.
     return size <= tensor.untyped_storage().nbytes() and bool(tensor.data_ptr())
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """Return a copy. Elements that share memory share it there: all may be more than any memory."""
+    if tensor.requires_grad or not is_plain(tensor):
+        return tensor.clone()
+    storage: Any = tensor.untyped_storage()
+    if storage.nbytes() >= tensor.nbytes:
+        return tensor.clone()
+    offset: Any = tensor.storage_offset()
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return made.set_(storage.clone(), offset, tensor.shape, tensor.stride())
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -144,6 +159,11 @@ _PER_CHANNEL = {torch.per_channel_affine, torch.per_channel_affine_float_qparams
 
 def _refuse_storage(tensor: Tensor, part: Tensor) -> NoReturn:
     needed = math.prod(part.shape) * part.itemsize
+    if needed != part.nbytes:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot be sent: its bytes "
+            "cannot be counted. Send the part that is stored, and expand() it there"
+        )
     raise ValueError(
         f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot be sent: its storage "
         f"was freed or made smaller (resize_), to {part.untyped_storage().nbytes()} bytes for "

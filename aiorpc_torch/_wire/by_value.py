@@ -14,6 +14,7 @@ import importlib
 import itertools
 import os
 import pickle
+import re
 import sys
 import uuid
 import weakref
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
+from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
 
 EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
@@ -122,12 +124,30 @@ def _pickler_class(cloudpickle: Any) -> Any:
     return ByValuePickler
 
 
-def _resolves(obj: Any) -> bool:
+def _resolves(obj: Any, named: Any = None) -> bool:
+    """Return whether it has the name of `named`, or its own, in a module that is loaded."""
     # cloudpickle sends all of `__main__` by value; with a file, peers import it.
-    found: Any = sys.modules.get(obj.__module__)
-    for part in obj.__qualname__.split("."):
+    named = obj if named is None else named
+    found: Any = sys.modules.get(named.__module__)
+    for part in named.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+def reduce_script_function(function: Any) -> Any:
+    """Return the reduction of a script function: its name, or its code if it has none."""
+    original = python_function(function)
+    if is_by_value(original) or not _resolves(function, original):
+        return reduce_script(function)
+    return find, (original.__qualname__, original.__module__)
+
+
+def find(path: str, module: str) -> Any:
+    """Return what has that name; import its module. Raises what importing raises."""
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _with_identity(obj: Any, reduced: Any) -> Any:
@@ -209,13 +229,22 @@ def restore_state(obj: Any, setter_and_state: tuple[Callable[..., Any], Any]) ->
 
 
 def explain(exc: BaseException) -> BaseException:
-    """Return an error of unpickling, with the remedy if an object should travel by value."""
+    """Return an error of unpickling or of a look-up, with the remedy if a name is not found."""
     if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("cloudpickle"):
         return ModuleNotFoundError(
             f"a function or class came by value, which needs cloudpickle here: {EXTRA}",
             name=exc.name,
         )
-    # "… on <module '__main__' …>" until Python 3.13, "module '__main__' has no …" since 3.14.
-    if type(exc) is AttributeError and "module '__main__'" in str(exc):
-        return AttributeError(f"{exc}; for its sender to send it by value: {EXTRA}")
+    # "… on <module '__main__' …>" until Python 3.13, "module '__main__' has no …" since 3.14. The
+    # script of a local world's children is `__mp_main__`.
+    if type(exc) is AttributeError and _OF_MAIN.search(str(exc)):
+        return AttributeError(
+            f"{exc}: only the other process's script has it. Put it into a module that both "
+            f"processes import; if that process is a notebook or prompt, there: {EXTRA}"
+        )
+    if isinstance(exc, ModuleNotFoundError):
+        exc.add_note("(both processes must be able to import the module: see PYTHONPATH)")
     return exc
+
+
+_OF_MAIN = re.compile(r"module '__(mp_)?main__'")

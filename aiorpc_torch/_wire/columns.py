@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch.sendable import COMPRESSED
+from .._torch.sendable import COMPRESSED, clone
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack_or_defer
 from .plain import MAX_INT, MIN_INT, is_wire_text
@@ -38,8 +38,8 @@ HELD = "held"  # the cell is a size; the caller collects the value by torch RPC
 
 CellKind = str | TensorKind
 
-WireKind = str | tuple[str, tuple[int, ...]]
-"""A kind in a message; that of tensors as its dtype's name and its shape."""
+WireKind = str | tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A kind in a message; that of tensors with its dtype's name."""
 
 Cells = bytes | list[Any]
 """The cells of a column in a message: joined bytes of small tensors, or plain values."""
@@ -127,9 +127,9 @@ def plain_bytes(content: Any) -> int:
 def copy_cell(kind: CellKind, content: Any) -> Any:
     """Return the cell with copies of its large tensors."""
     if kind == PACKED:
-        copies = [tensor.clone() for tensor in content.ready_tensors()]
+        copies = [*map(clone, content.ready_tensors())]
         return PickledValue(content.data, copies, content.outside)
-    return content.clone() if kind == TENSOR else content
+    return clone(content) if kind == TENSOR else content
 
 
 def detach_cell(kind: CellKind, content: Any) -> Any:
@@ -150,7 +150,7 @@ def share_cell(kind: CellKind, content: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def write_kind(kind: CellKind) -> WireKind:
     """Return a kind as a message holds it."""
-    return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]))
+    return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]), kind[2])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,7 +161,7 @@ def read_kind(kind: WireKind) -> CellKind:
         ValueError: if there is no such kind.
     """
     if isinstance(kind, tuple):
-        return dtype_named(kind[0]), kind[1]
+        return dtype_named(kind[0]), kind[1], kind[2]
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of column: {kind!r}")
     return kind

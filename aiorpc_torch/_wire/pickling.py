@@ -8,22 +8,33 @@ buffers of large arrays and long bytes; nothing of them is copied here.
 
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptFunction
+from torch.nn import Module
 
 from .._aio.loops import call_soon
 from .._aio.threads import memory_threads
 from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
+from .._torch.modules import reduce_module
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
 from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
-from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
+from .by_value import (
+    NAMED,
+    NotByName,
+    dump_by_value,
+    explain,
+    reduce_script_function,
+    refuse_by_value,
+)
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
 from .tensors import (
@@ -46,12 +57,19 @@ class PickledValue:
         outside: The number of those parts, and the bytes of each buffer.
     """
 
-    __slots__ = ("data", "fence", "outside", "size", "tensors")
+    __slots__ = ("_without_graph", "data", "fence", "outside", "size", "tensors")
 
-    def __init__(self, data: bytes, tensors: list[Tensor], outside: Outside = NOTHING) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        tensors: list[Tensor],
+        outside: Outside = NOTHING,
+        without_graph: type[Tensor] | None = None,
+    ) -> None:
         self.data = data
         self.tensors = tensors
         self.outside = outside
+        self._without_graph = without_graph
         self.fence = fence_tensors(tensors)
         self.size = len(data) + sum(map(size_of, tensors))
 
@@ -60,6 +78,17 @@ class PickledValue:
         if self.outside is NOTHING:
             return self.data, len(self.tensors)
         return self.data, len(self.tensors), self.outside
+
+    def warn_of_lost_graph(self, what: str) -> None:
+        """Warn if a tensor that requires a gradient was pickled without its autograd graph."""
+        if self._without_graph is not None:
+            name = self._without_graph.__name__
+            warnings.warn(
+                f"{what} is or holds a {name}, to which no gradient returns: tensors of subclasses "
+                "travel as copies without a graph. Send its `.as_subclass(torch.Tensor)`, or "
+                "`.detach()` it",
+                stacklevel=2,
+            )
 
     def check_sendable(self, mapped: Collection[torch.device], peer: str) -> None:
         """Raise ValueError for a tensor on a device from which no map leads to `peer`."""
@@ -98,7 +127,7 @@ def pack(value: Any) -> PickledValue:
     except NotByName as exc:
         packer.parts = PickleParts()
         dump_by_value(value, packer.parts, packer.reduce, exc)
-    return PickledValue(*packer.parts.end())
+    return packer.packed()
 
 
 class SharedPickle:
@@ -111,8 +140,9 @@ class SharedPickle:
     def __init__(self, value: Any) -> None:
         packer = _SharedPickler(PickleParts())
         packer.dump(value)
-        self._shared = PickledValue(*packer.parts.end())
+        self._shared = packer.packed()
         self._shared.tensors = share(self._shared.tensors)
+        self._without_graph = packer.without_graph
         self._slots = packer.slots
 
     def fill(self, values: Sequence[Any]) -> PickledValue:
@@ -123,8 +153,9 @@ class SharedPickle:
             values[each.position] if type(each) is ValueSlot else each for each in self._slots
         ]
         packer = _ValuePickler(PickleParts(self._shared.tensors))
+        packer.without_graph = self._without_graph
         packer.dump(_Filled(self._shared, filled))
-        return PickledValue(*packer.parts.end())
+        return packer.packed()
 
 
 class ValueSlot(NamedTuple):
@@ -202,7 +233,12 @@ class _ValuePickler(pickle.Pickler):
     def __init__(self, parts: PickleParts) -> None:
         super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
         self.parts = parts
+        self.without_graph: type[Tensor] | None = None  # class of a tensor that loses its graph
         self._rrefs: dict[int, Any] = {}  # sent by this pickle: each is forked once
+
+    def packed(self) -> PickledValue:
+        """Return what was pickled."""
+        return PickledValue(*self.parts.end(), self.without_graph)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, NAMED):
@@ -220,16 +256,21 @@ class _ValuePickler(pickle.Pickler):
             return read_rref, self._rrefs[id(obj)]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
-        own = OWN_REDUCTIONS.get(type(obj))
-        return NotImplemented if own is None else own(obj, self.parts)
+        if (own := OWN_REDUCTIONS.get(type(obj))) is not None:
+            return own(obj, self.parts)
+        if isinstance(obj, Module):
+            return reduce_module(obj)
+        return reduce_script_function(obj) if isinstance(obj, ScriptFunction) else NotImplemented
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
             check_subclass(tensor)
+            if tensor.requires_grad:
+                self.without_graph = type(tensor)
             return NotImplemented
         if (found := small_tensor(tensor)) is not None:
-            (dtype, shape), data = found
-            return read_small, ((dtype, tuple(shape)), data)
+            (dtype, shape, strides), data = found
+            return read_small, ((dtype, tuple(shape), strides), data)
         if tensor.layout in COMPRESSED:
             return _read_compressed, (*compressed_parts(tensor), tuple(tensor.shape), tensor.layout)
         tensors = self.parts.tensors

@@ -236,7 +236,8 @@ def _check(each: Place, sizes: Sequence[int]) -> None:
     if not 0 <= each.block < len(sizes) or each.start + each.size > sizes[each.block]:
         raise ValueError(f"a tensor exceeds its segment: {each}")
     end = each.offset + last_element(each.shape, each.strides)
-    if end * dtype.itemsize > each.size or elements >= 1 << 40:
+    # Elements of an expanded tensor share memory. torch counts up to so many.
+    if end * dtype.itemsize > each.size or elements >= 1 << 63:
         raise ValueError(f"a tensor exceeds its storage: {each}")
 
 

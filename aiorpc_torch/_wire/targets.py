@@ -7,7 +7,8 @@ from functools import partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Union
 
-from .._torch.compat import RRefBase
+from .._torch.compat import CachedForward, RRefBase
+from .._torch.modules import python_function
 from .._torch.rrefs import RRefId, known_class
 from .by_value import is_among
 from .plain import wire_text
@@ -96,7 +97,7 @@ Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | MakeTarget
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, of a partial's function, or of a callable's class."""
-    inner = getattr(function, "func", function)
+    inner = python_function(getattr(function, "func", function))
     name = getattr(inner, "__qualname__", None)
     return name if isinstance(name, str) else type(inner).__qualname__
 
@@ -186,4 +187,5 @@ def _no_method(name: str, found: Any) -> TypeError:
 
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
-_METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod)
+# With what computes the `forward` of script modules, which is a method.
+_METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod, CachedForward)

@@ -3,13 +3,14 @@
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.compat import dispatch_keys
-from .._torch.sendable import PLAIN_KEYS, check_tensor, has_memory, is_plain
+from .._torch.sendable import PLAIN_KEYS, check_tensor, has_memory, is_plain, last_element
 
 INLINE_BYTES = 128 * 1024
 """Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
@@ -19,8 +20,8 @@ long, alone and with 64 calls in flight."""
 
 SHARED_BUFFER_BYTES = 4096  # maximum bytes of a column whose tensors share one buffer
 
-TensorKind = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of the tensors of one column."""
+TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Dtype, shape and strides of the tensors of one column; without strides if they are contiguous."""
 
 
 _copy = ctypes.pythonapi["PyBytes_FromStringAndSize"]  # as ctypes.string_at, without its wrapper
@@ -39,12 +40,15 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
     size = tensor.nbytes
     if size > INLINE_BYTES:
         return None
-    if not size:
-        return (tensor.dtype, tensor.shape), b""
+    if not size:  # or an overflow of it
+        return None if tensor.numel() else ((tensor.dtype, tensor.shape, ()), b"")
+    strides: tuple[int, ...] = ()
     if not tensor.is_contiguous():
         if not has_memory(tensor, size):
             return None
-        tensor = tensor.contiguous()
+        tensor = tensor.clone()  # without gaps; the strides keep their order, as of large tensors
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
     # As `has_memory`, without the parts that are known here.
     address, end = tensor.data_ptr(), size
     if offset := tensor.storage_offset():
@@ -52,7 +56,7 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
     if not address or end > tensor.untyped_storage().nbytes():
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
-    return (tensor.dtype, tensor.shape), _copy(address, size)
+    return (tensor.dtype, tensor.shape, strides), _copy(address, size)
 
 
 def from_bytes(kind: Any, data: bytes, count: int) -> list[Tensor]:
@@ -62,14 +66,24 @@ def from_bytes(kind: Any, data: bytes, count: int) -> list[Tensor]:
         ValueError: if the number of bytes is wrong, or the kind is not one of tensors.
     """
     size = _bytes_of_one(kind)
-    dtype, shape = kind
+    dtype, shape, strides = kind
     if len(data) != count * size:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
     if not size:
-        return [torch.empty(shape, dtype=dtype) for _ in range(count)]
+        return [_empty(shape, dtype) for _ in range(count)]
     buffer = bytearray(data)
     flat = [torch.frombuffer(buffer, dtype=dtype)] if count == 1 else _rows(buffer, dtype, count)
+    if strides:
+        return [row.as_strided(shape, strides) for row in flat]
     return flat if len(shape) == 1 else [row.view(shape) for row in flat]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without elements."""
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError:  # dense strides would overflow; those of an expanded tensor do not
+        return torch.empty_strided(shape, [0] * len(shape), dtype=dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,10 +91,22 @@ def _bytes_of_one(kind: TensorKind | str) -> int:
     """Return the bytes of one tensor of a kind. Raises ValueError if it is none of tensors."""
     if isinstance(kind, str):
         raise ValueError(f"bytes in a column of kind {kind}")
-    dtype, shape = kind
+    dtype, shape, strides = kind
     if dtype not in _NAMES:
         raise ValueError(f"bytes are not tensors of {dtype}")
-    return math.prod(shape) * dtype.itemsize
+    count = math.prod(shape)
+    if strides and not _are_inside(shape, strides, count):
+        raise ValueError(f"strides {strides} lead out of a tensor of shape {shape}")
+    return count * dtype.itemsize
+
+
+def _are_inside(shape: Sequence[int], strides: Sequence[int], count: int) -> bool:
+    """Return whether strides lead to `count` elements at most."""
+    if len(shape) != len(strides) or min(shape) <= 0:
+        return False
+    # The stride of an axis of one element leads nowhere, but torch takes no larger number.
+    are_valid = min(strides) >= 0 and max(strides) < 1 << 63
+    return are_valid and last_element(shape, strides) <= count
 
 
 def _rows(buffer: bytearray, dtype: torch.dtype, count: int) -> list[Tensor]:
@@ -163,4 +189,6 @@ def compact_at_call(tensor: Tensor) -> Tensor:
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of the tensor to send."""
     # A sparse tensor does not know its bytes; assume that they are many.
-    return tensor.nbytes if tensor.layout is torch.strided else 1 << 20
+    if tensor.layout is not torch.strided:
+        return 1 << 20
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded one has few

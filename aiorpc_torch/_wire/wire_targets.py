@@ -7,7 +7,6 @@ object that can be called. (tests/unit/wire/test_wire_targets.py)
 
 import copyreg
 import functools
-import importlib
 import pickle
 import types
 from collections.abc import Callable, Sequence
@@ -15,9 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._torch.modules import python_function
 from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, serialize_rref
 from .buffers import NOTHING, Outside
-from .by_value import NAMED, explain, refuse_by_value
+from .by_value import NAMED, explain, find, refuse_by_value
 from .exceptions import RemoteFailure, try_add_note
 from .pickling import PickledValue, pack, unpack
 from .plain import are_plain_names, dump, reader
@@ -114,6 +114,7 @@ def _global_name(function: Any) -> tuple[str, str]:
 
 def _reduced(function: Any) -> tuple[Any, str]:
     """Return a class and the name of its attribute, or an object of a module and its name."""
+    function = python_function(function)
     if isinstance(function, NAMED) or hasattr(type(function), "__aiorpc_reduce__"):
         return function, ""
     kind: Any = type(function)
@@ -147,14 +148,6 @@ _OF_OWNERS = (
     types.ClassMethodDescriptorType,
     types.WrapperDescriptorType,
 )
-
-
-def find(path: str, module: str) -> Any:
-    """Return what has that name; import its module. Raises what importing raises."""
-    found = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def decode_target(

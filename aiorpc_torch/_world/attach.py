@@ -21,6 +21,7 @@ from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
 from .._protocol.members import Members
+from .._protocol.mistakes import mistakes_explained
 from .._server.exports import Export, checked_exports
 from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_running
 from .._torch.thread_state import free_dead_thread_states
@@ -97,7 +98,7 @@ async def attach(
     with offered(attached.node, init_method()):
         try:
             attached.enter(host, adopt_agent())
-            with forks_exit_here():
+            with forks_exit_here(), mistakes_explained():
                 yield Worker._of(attached.node)
         except BaseException:
             await attached.leave(0.0)

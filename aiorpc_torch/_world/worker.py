@@ -20,6 +20,7 @@ from .._port.port import Port
 from .._port.tls import Tls
 from .._protocol import endpoints
 from .._protocol.members import Members
+from .._protocol.mistakes import mistakes_explained
 from .._server.exports import Export, checked_exports
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
@@ -372,7 +373,7 @@ async def _running(
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
                 node.detector.on_loss = interrupt
-            with forks_exit_here():
+            with forks_exit_here(), mistakes_explained():
                 yield me
     except BaseException as exc:
         failure = describe_failure(exc)

@@ -7,7 +7,7 @@ calls.
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from .._client.pool import current as current_pool
 from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
 from .._torch.compat import backward, get_gradients, new_context, release_context
 from .._torch.transport import enter_context_id
+from .._wire.exceptions import try_add_note
 from ..errors import CallTimeout, RpcError, WorkerLost
 
 _threads = ThreadCache("aiorpc-autograd")
@@ -28,6 +29,10 @@ _threads = ThreadCache("aiorpc-autograd")
 RELEASE_DELAY = 2.0
 
 PEER_LOSS_DELAY = 0.5  # seconds for the failure detector to name the worker that broke a backward
+
+
+_OF_PLAIN_BACKWARD = "graphTask_ INTERNAL ASSERT FAILED"
+"""Part of torch's error of `loss.backward()` through the result of a recorded call (2.14)."""
 
 
 class Context:
@@ -65,7 +70,10 @@ class Context:
         enter_record(self._recording)
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        if isinstance(exc, RuntimeError) and _OF_PLAIN_BACKWARD in str(exc):
+            hint = "(in an autograd context write `await context.backward([loss])`, not "
+            try_add_note(exc, f"{hint}`loss.backward()`)")
         recording = self._require_entered()
         if current_record() is recording:
             enter_record(self._outer)
@@ -221,7 +229,7 @@ async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
 
 
 def _check(roots: Any) -> list[Tensor]:
-    is_one = isinstance(roots, Tensor) or not isinstance(roots, Iterable)
+    is_one = isinstance(roots, Tensor | Awaitable) or not isinstance(roots, Iterable)
     found = [roots] if is_one else [*roots]
     for root in found:
         if not isinstance(root, Tensor):

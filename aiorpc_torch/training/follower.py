@@ -16,7 +16,12 @@ from .receiver import Receiver
 
 
 async def follow(
-    name: str, *, on: str | int | None = None, into: Into = None, poll: float | None = None
+    name: str,
+    *,
+    on: str | int | None = None,
+    into: Into = None,
+    poll: float | None = None,
+    copy: bool = False,
 ) -> "Follower":
     """Follow the weights that a worker has registered as `name`; the newest are in `into` then.
 
@@ -33,17 +38,25 @@ async def follow(
         into: a module, or a dict of tensors, that gets each version as `load_state_dict` would; or
             a function that is called with each on the event loop. Default: `Follower.state` alone.
         poll: seconds between two versions, which the follower then puts into `into` by itself.
+        copy: True to copy each version into the memory of `into`, for what else uses that memory: a
+            NumPy view, a `functional_call` with detached parameters. By default, CPU tensors get
+            the version's own memory, without a copy. Tensors in shared memory (`share_memory()`)
+            keep theirs in any case.
 
     Raises:
         CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
-        ValueError: if the names or shapes of the version and of `into` differ.
-        TypeError: if `into` is none of these, or if the object of that name is no `Weights`.
+        ValueError: if the names or shapes of the version and of `into` differ, or if `copy` has no
+            module or dict to copy into.
+        TypeError: if `into` is none of these or has DTensors, or if the object of that name is no
+            `Weights`.
     """
+    if copy and not isinstance(into, torch.nn.Module | Mapping):
+        raise ValueError(f"copy=True needs a module or a dict of tensors as into, got {into!r}")
     if poll is not None and not (is_number(poll) and poll > 0):
         raise ValueError(f"poll must be a positive number of seconds, got {poll!r}")
     if not (into is None or isinstance(into, Mapping) or callable(into)):  # modules can be called
         raise TypeError(f"into must be a module, a dict of tensors or a function, got {into!r}")
-    policy = Follower(name, on, into, poll)
+    policy = Follower(name, on, into, poll, copy=copy)
     await policy._begin()
     return policy
 
@@ -70,11 +83,14 @@ class Follower:
         into: Into,
         poll: float | None = None,
         host: str | None = None,  # as for `Receiver`
+        *,
+        copy: bool = False,
     ) -> None:
         self.version = -1
         self.state: Any = None
         self.pause = 0.0
         self._into = into
+        self._copy = copy
         self._holds = Holds()
         self._hooks: ForwardHolds | None = None
         self._loop = asyncio.get_running_loop()
@@ -174,7 +190,7 @@ class Follower:
                 return
             begun = time.perf_counter()
             tree = snapshot.load()
-            place(tree, self._into)
+            place(tree, self._into, copy=self._copy)
             self.version, self.state = number, tree
             self.pause = time.perf_counter() - begun
         self._receiver.changes.notify()

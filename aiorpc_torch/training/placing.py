@@ -17,41 +17,43 @@ Into = nn.Module | Mapping[str, Tensor] | Callable[[Any], object] | None
 """The place of versions: a module, a dict of tensors, or a function that is called with each."""
 
 
-def place(tree: Any, into: Into) -> None:
-    """Put a version into its place. If this raises, nothing was changed.
+def place(tree: Any, into: Into, *, copy: bool = False) -> None:
+    """Put a version into its place, with `copy` in its memory. If this raises, nothing was changed.
 
     Raises:
         ValueError: if names or shapes differ.
+        TypeError: if `into` has DTensors.
     """
     if into is None:
         return
     if isinstance(into, nn.Module):
-        _place_in_module(tree, into)
+        _place_in_module(tree, into, copy=copy)
     elif isinstance(into, Mapping):
-        _assign(tree, into)
+        _assign(tree, into, copy=copy)
     else:
         into(tree)
 
 
-def _place_in_module(tree: Any, module: nn.Module) -> None:
+def _place_in_module(tree: Any, module: nn.Module, *, copy: bool) -> None:
     state = module.state_dict(keep_vars=True)
     if all(isinstance(each, Tensor) for each in state.values()):
-        _assign(tree, state)
+        _assign(tree, state, copy=copy)
     else:
         module.load_state_dict(tree)
 
 
-def _assign(tree: Any, targets: Mapping[str, Any]) -> None:
+def _assign(tree: Any, targets: Mapping[str, Any], *, copy: bool) -> None:
     _check(tree, targets)
     with torch.no_grad():
         for name, target in targets.items():
             value = tree[name]
             # The version's own memory, where it fits: nothing is copied, and an earlier graph that
-            # refers to the old tensor stays valid.
-            if value.dtype == target.dtype and value.device == target.device:
+            # refers to the old tensor stays valid. Shared memory stays, for the other processes.
+            is_same = value.dtype == target.dtype and value.device == target.device
+            if is_same and not copy and not (target.is_cpu and target.is_shared()):
                 target.data = value
-            else:
-                target.data.copy_(value)
+            else:  # torch notices if an earlier graph needs the old values, unless it cannot
+                (target.data if target.is_inference() else target).copy_(value)
 
 
 def _check(tree: Any, targets: Mapping[str, Any]) -> None:
@@ -64,6 +66,11 @@ def _check(tree: Any, targets: Mapping[str, Any]) -> None:
             + ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
         )
     for name, target in targets.items():
+        if hasattr(target, "full_tensor"):
+            raise TypeError(
+                f"{name!r} of `into` is a DTensor, which no version can be put into: follow into a "
+                "function that calls torch.distributed.tensor.distribute_tensor() of each tensor"
+            )
         if tree[name].shape != target.shape:
             shapes = f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
             raise ValueError(f"{name!r} has the shape {shapes}")

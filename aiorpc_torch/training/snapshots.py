@@ -68,6 +68,9 @@ class _Writer(pickle.Pickler):
             return None
         if value.is_quantized or value.is_meta or value.is_nested:
             return None
+        if has_parts(value):
+            refuse_dtensor(value)
+            return None
         # Parameters that share their memory share it in the snapshot.
         key = value.data_ptr(), value.dtype, value.shape, value.stride()
         if (place := self._places.get(key)) is None:
@@ -77,6 +80,20 @@ class _Writer(pickle.Pickler):
             self.tensors.append((place, value.detach()))
             self.size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
         return place
+
+
+def has_parts(tensor: Tensor) -> bool:
+    """Return whether it is of a subclass whose elements are in other tensors, as a DTensor's."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def refuse_dtensor(tensor: Tensor) -> None:
+    """Raise TypeError for a DTensor."""
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(
+            "versions have no DTensors: on all ranks of its mesh call `full_tensor()` of each, and "
+            "publish the results"
+        )
 
 
 class _Reader(pickle.Unpickler):

@@ -32,7 +32,7 @@ class Weights:
 
     Raises:
         ValueError: if `keep` or `version` is invalid.
-        TypeError: if `tree` is a module.
+        TypeError: if `tree` is a module, or has DTensors.
     """
 
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
@@ -65,7 +65,7 @@ class Weights:
             tree: a tree of tensors, as the first version.
 
         Raises:
-            TypeError: if `tree` is a module.
+            TypeError: if `tree` is a module, or has DTensors.
             ValueError: if it lacks a tensor of the first version, or has it in another shape.
         """
         check_shapes(self._shapes, _checked(tree))

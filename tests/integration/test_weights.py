@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import multiprocessing
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, WorkerLost, create, remote
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import kill, world
-from tests.support.followers import Actor, Learner
+from aiorpc_torch.training import follow
+from tests.support.followers import Actor, Learner, Net, answer_values
 from tests.support.supervised_objects import lose
 
 LONG = 60.0
@@ -139,3 +141,23 @@ async def test_a_publisher_that_is_replaced_on_another_host() -> None:
 
 async def wait_all(actors: "Group[Actor]", version: int) -> list[int]:
     return await remote(actors).wait(version)
+
+
+@pytest.mark.promise("training.in_place")
+async def test_a_process_that_shares_the_model_sees_the_versions() -> None:
+    async with world(["learner"]), asyncio.timeout(LONG):
+        learner = await create("learner", Learner)
+        net = Net(-1).share_memory()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=answer_values, args=(net, theirs), daemon=True)
+        process.start()
+        async with await follow("policy", into=net) as policy:
+            for version in range(3):
+                assert await policy.wait(version) == version
+                ours.send(True)
+                assert await asyncio.to_thread(ours.recv) == {float(version)}
+                await remote(learner).publish()
+        ours.send(False)
+        await asyncio.to_thread(process.join)
+        assert process.exitcode == 0

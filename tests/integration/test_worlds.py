@@ -562,3 +562,29 @@ async def test_torch_gathers_from_all_workers() -> None:
     async with world(["b"]):
         found = await asyncio.gather(asyncio.to_thread(gather, 1), aiorpc.call("b", gather, 2))
     assert found == [{"main": 1, "b": 2}] * 2
+
+
+@pytest.mark.promise("calls.script")
+def test_a_function_that_only_the_parents_script_has(tmp_path: Path) -> None:
+    """By name as the target of a call, and pickled in its arguments."""
+    path = program(
+        tmp_path,
+        """
+        async def main(f, cls):
+            async with aiorpc.local_world(["w"]):
+                for call in (
+                    aiorpc.call("w", f), aiorpc.create("w", cls), aiorpc.call("w", len, [cls()])
+                ):
+                    try:
+                        await call
+                    except AttributeError as exc:
+                        print("Put it into a module that both processes import" in str(exc))
+
+        if __name__ == "__main__":
+            def f(): pass
+            class C: pass
+            asyncio.run(main(f, C))
+        """,
+    )
+    done = run(path)
+    assert (done.returncode, done.stdout) == (0, "True\n" * 3), done.stderr

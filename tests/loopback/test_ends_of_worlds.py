@@ -88,3 +88,14 @@ async def test_a_call_by_no_members_after_the_world() -> None:
     for group in (envs, Group(())):
         with pytest.raises(NotInWorld, match="in no world"):
             await remote(group).step()
+
+
+async def test_a_method_that_is_looked_up_on_an_rref() -> None:
+    async def forgets_remote() -> None:
+        async with world():
+            gate: Any = await create("main", Gate)
+            gate.entered()
+
+    with pytest.raises(AttributeError, match="no attribute 'entered'") as error:
+        await forgets_remote()
+    assert "write `await remote(rref).entered()`" in "".join(error.value.__notes__)

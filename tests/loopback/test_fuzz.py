@@ -650,9 +650,9 @@ def test_bytes_of_any_dtype(dtype: torch.dtype) -> None:
         data = bytes(dtype.itemsize * math.prod(shape) * count)
         if is_quantised and data:
             with pytest.raises(ValueError, match="are not"):
-                from_bytes((dtype, shape), data, count)
+                from_bytes((dtype, shape, ()), data, count)
         elif not is_quantised:
-            found = from_bytes((dtype, shape), data, count)
+            found = from_bytes((dtype, shape, ()), data, count)
             assert [tuple(each.shape) for each in found] == [shape] * count
 
 

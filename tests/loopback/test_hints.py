@@ -1,13 +1,26 @@
 """Errors of frequent mistakes say what to write instead."""
 
 import asyncio
+import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from aiorpc_torch import RRef, batched, call, members, remote
-from aiorpc_torch.types import LocalWorker
+from aiorpc_torch import (
+    Group,
+    RRef,
+    batched,
+    call,
+    create,
+    fetch,
+    members,
+    register,
+    remote,
+    supervised,
+)
+from aiorpc_torch.types import LocalWorker, Supervised
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -17,6 +30,15 @@ class Model:
 
     def double(self, x: int) -> int:
         return 2 * x
+
+    def rows(self) -> Iterator[int]:
+        yield 1
+
+    async def pages(self) -> AsyncIterator[int]:
+        yield 1
+
+    def through(self, rref: Any) -> int:
+        return rref.double(1)  # type: ignore[no-any-return]
 
     @batched(max_size=4)
     def relu(self, xs: Any) -> Any:
@@ -89,3 +111,141 @@ async def test_a_peer_that_is_no_name(world: LocalWorker) -> None:
         await world.serve(lists)
     with pytest.raises(TypeError, match="count must be an int, got 'a'"):
         await members("a").wait(lists[0])
+
+
+# ── what is no method ─────────────────────────────────────────────────────────────────────────────
+
+
+async def handles() -> list[Any]:
+    made = Group(await create(["main", "main"], Model))
+    return [remote(each) for each in (made[0], made, made.any())]
+
+
+async def test_parts_of_an_object() -> None:
+    for handle in await handles():
+        with pytest.raises(
+            AttributeError, match=r"'size.bit_count' is not a method.*call\(rref, f"
+        ):
+            handle.size.bit_count()
+        with pytest.raises(TypeError, match=r"'rows\[...\]' is not a method.*call\(rref, f, x\)"):
+            handle.rows[0]
+        assert not hasattr(handle.size, "_private")
+
+
+async def test_habits_of_other_libraries() -> None:
+    for handle in await handles():
+        with pytest.raises(AttributeError, match=r"write `await remote\(rref\).double\(\.\.\.\)`"):
+            handle.double.remote(1)
+        with pytest.raises(TypeError, match="write `async for"):
+            async for _ in handle.rows:
+                pass
+        made = handle.double(1)
+        with pytest.raises(AttributeError, match=r"`await` <call of .*double.*> first"):
+            made.result()
+        with pytest.raises(TypeError, match=r"write `async for` for a generator's items"):
+            iter(made)
+        made.close()
+
+
+# ── forgotten `await`s and `remote`s ──────────────────────────────────────────────────────────────
+
+
+async def test_a_call_that_is_not_awaited() -> None:
+    model = RRef(Model())
+    for made in (remote(model).double(1), remote(model, retries=1).double(1)):
+        assert repr(made) == "<call of double, not sent: await it>"
+        with pytest.raises(TypeError, match=r"cannot be sent, only its result can: `await` the"):
+            await remote(model).double(made)
+        assert await made == 2
+        assert repr(made) == "<call of double>"
+    with pytest.warns(RuntimeWarning, match="^<call of double> was never awaited$"):
+        remote(model).double(1)
+
+
+async def test_a_coroutine_in_place_of_its_result(world: LocalWorker) -> None:
+    made: Any = create("main", Model)
+    wrong: Any = remote
+    hint = r"was not awaited: write `await create\(\.\.\.\)`"
+    for attempt in (
+        lambda: wrong(made),
+        lambda: call(made, Model.double, 1),
+        lambda: Group([made]),
+        lambda: register("model", made),
+    ):
+        with pytest.raises(TypeError, match=hint):
+            attempt()
+    for coroutine in (fetch(made), create(made, Model.double, 1), create("main", made)):
+        with pytest.raises(TypeError, match=hint):
+            await coroutine
+    with pytest.raises(TypeError) as error:
+        await call("main", repr, made)
+    assert "`await` it first" in notes(error)
+    await made
+
+
+async def test_a_forgotten_remote() -> None:
+    group = await create(["main"], Model)
+    model: Any = group[0]
+    missing = "object has no attribute 'double'"
+    for each in (group, group.any(), members("model")):
+        with pytest.raises(
+            AttributeError, match=rf"{missing}: .* `await remote\(...\).double\(\)`"
+        ):
+            each.double(1)  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=missing) as error:
+        await remote(model).through(model)
+    assert "write `await remote(rref).double()`" in notes(error)
+
+
+async def test_a_forgotten_remote_of_a_supervised_object() -> None:
+    found = object.__new__(Supervised)
+    with pytest.raises(AttributeError, match=r"write `await remote\(\.\.\.\).double\(\)`"):
+        found.double(1)
+
+
+# ── factories ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Net(torch.nn.Module):
+    def forward(self, x: int = 1) -> int:
+        return x
+
+
+@pytest.mark.promise("calls.instances")
+@pytest.mark.parametrize("made", [Net(), Model(), 3])
+async def test_an_object_in_place_of_its_class(made: Any) -> None:
+    for make in (create, supervised):
+        with pytest.raises(TypeError, match=r"must be callable and make the object.*pass a class"):
+            await make("main", made)
+
+
+async def test_callables_that_make_objects() -> None:
+    class Maker:
+        def __call__(self, size: int) -> list[int]:
+            return [0] * size
+
+    maker = Maker()
+    for factory in (maker, maker.__call__, functools.partial(maker)):
+        assert await fetch(await create("main", factory, 2)) == [0, 0]
+
+
+async def test_a_call_whose_function_was_called() -> None:
+    value: Any = sum([1])
+    with pytest.raises(TypeError, match=r"must be callable, got 1: pass the function and its arg"):
+        call("main", value)
+
+
+# ── generators ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("method", ["rows", "pages"])
+async def test_a_generator_that_is_awaited(method: str) -> None:
+    with pytest.raises(TypeError) as error:
+        await getattr(remote(RRef(Model())), method)()
+    assert "a generator; use `async for`, not `await`" in notes(error)
+
+
+async def test_a_method_that_is_iterated() -> None:
+    with pytest.raises(TypeError, match=r"is not a generator, it returned int: use `await`"):
+        async for _ in remote(RRef(Model())).double(1):
+            pass

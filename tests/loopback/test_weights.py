@@ -72,6 +72,20 @@ async def test_versions_arrive(following: Following) -> None:
     assert late.state["layers.0.bias"].tolist() == [3.0] * 8
 
 
+@pytest.mark.promise("training.in_place")
+async def test_versions_are_copied_into_the_memory_that_is_there(following: Following) -> None:
+    weights, net = published(), Net(-1)
+    parameters = {name: each.detach() for name, each in net.named_parameters()}
+    policy = await following(into=net, copy=True)
+    for version in range(2):
+        assert await policy.wait(version) == version
+        assert all((each == version).all() for each in parameters.values())
+        await publish(weights)
+    for into in (None, print):
+        with pytest.raises(ValueError, match="copy=True needs a module or a dict"):
+            await following(into=into, copy=True)
+
+
 @pytest.mark.promise("training.follow")
 async def test_iterating_skips_versions_and_ends_with_the_world() -> None:
     seen = list[int]()

@@ -32,6 +32,12 @@ class Net(nn.Module):
         }
 
 
+def answer_values(net: Net, pipe: Any) -> None:
+    """Answer each message with the values of a module that this process shares."""
+    while pipe.recv():
+        pipe.send(net.values())
+
+
 class Counting(Weights):
     """Counts the transfers that are asked for."""
 

@@ -146,6 +146,10 @@ SENDABLE: dict[str, Make] = {
     "empty, of a freed storage": lambda: freed(torch.ones(5))[:0],
     "expanded": lambda: torch.ones(1).expand(LARGE),
     "rows expanded": lambda: ramp().expand(3, -1),
+    "expanded beyond all memory": lambda: torch.ones(1).expand(1 << 45),
+    "rows expanded beyond all memory": lambda: ramp().expand(1 << 30, -1),
+    "empty, expanded": lambda: torch.ones(0, 1, 1).expand(0, 1 << 31, 1 << 40),
+    "overlapping": lambda: ramp().as_strided((LARGE - 9, 10), (1, 1)),
     "part": lambda: ramp()[5:-5],
     "all that is left": lambda: freed(ramp(), 40)[2:10],
     "transposed": lambda: ramp(2 * LARGE).reshape(2, -1).t(),
@@ -202,6 +206,8 @@ UNSENDABLE: dict[str, Make] = {
     "freed, scales": lambda: without(found := per_channel(), found.q_per_channel_scales()),
     "freed, inference": lambda: freed(inference(ramp)),
     "freed, jagged": lambda: without(found := jagged(), found.values()),
+    "expanded beyond counting": lambda: torch.ones(1).expand(1 << 62),
+    "expanded a little beyond counting": lambda: torch.ones(1).expand((1 << 62) + 1),
     "shrunk": lambda: freed(ramp(), 4 * LARGE - 4),
     "shrunk, small": lambda: freed(ramp(5), 12),
     "shrunk, part": lambda: freed(ramp(9)[4:7], 20),
@@ -264,6 +270,10 @@ def _has_equal_elements(found: Tensor, tensor: Tensor) -> bool:
         return torch.equal(found.to_dense(), tensor.to_dense())
     if tensor.is_quantized:
         return torch.equal(found.dequantize(), tensor.dequantize())
+    if tensor.numel() > 1 << 30:
+        parts = [each.as_strided((1, *each.shape[1:]), each.stride()) for each in (found, tensor)]
+        parts = [each[..., :LARGE] for each in parts]
+        return found.stride() == tensor.stride() and torch.equal(*parts)
     return torch.equal(_bytes(found), _bytes(tensor))
 
 

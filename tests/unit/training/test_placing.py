@@ -2,11 +2,14 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from aiorpc_torch.training.holds import Holds
 from aiorpc_torch.training.placing import ForwardHolds, place
@@ -42,6 +45,63 @@ def test_a_graph_of_the_old_version_stays_valid() -> None:
     place(snapshot(filled(3).state_dict()).load(), model)
     loss.backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.promise("training.in_place")
+@pytest.mark.parametrize("way", ["copy", "shared", "new memory"])
+def test_who_else_sees_the_values(way: str) -> None:
+    """A detached parameter and a NumPy view do if values are copied, or the memory is shared."""
+    model = filled(1)
+    if way == "shared":
+        model.share_memory()
+    others = model[0].weight.detach(), model[0].bias.detach().numpy(), model[1].running_mean
+    place(snapshot(filled(3).state_dict()).load(), model, copy=way == "copy")
+    assert (model[0].weight == 3).all()
+    for other in others[:2]:
+        assert (other == (1 if way == "new memory" else 3)).all()
+    assert model[1].running_mean is others[2]
+    tensors = {"a": torch.zeros(2)}
+    view = tensors["a"].numpy()
+    place({"a": torch.ones(2)}, tensors, copy=way == "copy")
+    assert view.tolist() == ([1, 1] if way == "copy" else [0, 0])
+
+
+def test_a_graph_of_values_that_were_copied_over_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loss = model(torch.ones(1, 2)).sum()
+    place(snapshot(model.state_dict()).load(), model, copy=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_values_are_copied_into_inference_tensors() -> None:
+    with torch.inference_mode():
+        tensors = {"a": torch.zeros(2)}
+    place({"a": torch.ones(2)}, tensors, copy=True)
+    assert tensors["a"].tolist() == [1, 1]
+
+
+@pytest.mark.promise("training.dtensors")
+def test_dtensors_are_refused(sharded: torch.Tensor) -> None:
+    before = sharded.full_tensor().clone()  # type: ignore[attr-defined]
+    for each in (sharded, nn.Parameter(sharded)):
+        with pytest.raises(TypeError, match=r"'a' of `into` is a DTensor.*distribute_tensor"):
+            place({"a": torch.ones(8)}, {"a": each})
+        for tree in ({"a": each}, [each]):
+            with pytest.raises(TypeError, match=r"call `full_tensor\(\)` of each"):
+                snapshot(tree)
+    assert torch.equal(sharded.full_tensor(), before)  # type: ignore[attr-defined]
+    assert torch.equal(snapshot(before).load(), before)
+
+
+@pytest.fixture
+def sharded() -> Iterator[torch.Tensor]:
+    """A DTensor of a mesh of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_modules_with_state_of_their_own() -> None:

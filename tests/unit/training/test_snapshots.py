@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aiorpc_torch.training import snapshots
 from aiorpc_torch.training.snapshots import COPY_ON_LOOP, snapshot, snapshot_in_thread
+from tests.support.tensor_kinds import Pair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
 
@@ -93,3 +94,10 @@ async def test_large_ones_are_copied_in_a_thread(monkeypatch: pytest.MonkeyPatch
     taken = await snapshots.snapshot_in_thread(torch.ones(COPY_ON_LOOP // 4 + 1))
     assert len(used) == 1
     assert taken.load().sum() == COPY_ON_LOOP // 4 + 1
+
+
+def test_tensors_around_tensors_are_pickled() -> None:
+    """They have no memory of their own: two of one shape are not taken for the same."""
+    pairs = [Pair(torch.full((3,), float(i)), torch.ones(2)) for i in range(2)]
+    one, other = snapshot(pairs).load()
+    assert (one.first.tolist(), other.first.tolist()) == ([0.0] * 3, [1.0] * 3)

@@ -46,6 +46,7 @@ from aiorpc_torch._wire.messages import (
     load_payload,
     numbers_of,
 )
+from aiorpc_torch._wire.pickling import pack, unpack
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import (
     BoundTarget,
@@ -381,15 +382,16 @@ def test_a_head_is_made_once() -> None:
             {"names": ("a",)},
             {"names": None, "kinds": ("packed",)},
             {"kinds": ("tensor",)},
-            {"kinds": ((torch.float32, (2,)),)},
-            {"kinds": ((torch.float32, (2, 1)),)},
-            {"kinds": ((torch.int32, (2,)),)},
+            {"kinds": ((torch.float32, (2,), ()),)},
+            {"kinds": ((torch.float32, (2, 1), ()),)},
+            {"kinds": ((torch.float32, (2, 1), (1, 2)),)},
+            {"kinds": ((torch.int32, (2,), ()),)},
         )
     ]
     assert len({each.data for each in (first, *others)}) == 1 + len(others)
 
 
-@pytest.mark.parametrize("kind", ["plain", (torch.float32, (2, 1))])
+@pytest.mark.parametrize("kind", ["plain", (torch.float32, (2, 1), ())])
 def test_the_head_of_a_lone_call_is_that_of_any_call(kind: Any) -> None:
     """It is made once, and their number has a limit."""
     target = HEAD_FIELDS["target"]
@@ -397,7 +399,7 @@ def test_the_head_of_a_lone_call_is_that_of_any_call(kind: Any) -> None:
     assert heads[kind] == HeadCache().head(target, False, (), (kind,)).data
     assert heads[kind] is heads[kind]
     for size in range(MAX_LONE_HEADS):
-        assert heads[torch.int32, (size,)]
+        assert heads[torch.int32, (size,), ()]
     assert 0 < len(heads) <= MAX_LONE_HEADS
 
 
@@ -407,7 +409,9 @@ def test_the_head_of_a_lone_call_is_that_of_any_call(kind: Any) -> None:
     st.none() | st.lists(st.text(max_size=5), max_size=2).map(tuple),
     st.lists(
         st.sampled_from(["plain", "tensor", "packed"])
-        | st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)),
+        | st.tuples(
+            st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.sampled_from([(), (1, 2)])
+        ),
         max_size=4,
     ).map(tuple),
 )
@@ -460,7 +464,7 @@ def test_what_is_no_head_is_refused(what: str) -> None:
 @given(st.data())
 def test_any_change_of_a_head(data: st.DataObject) -> None:
     """Is a head, or is refused."""
-    fields = {**HEAD_FIELDS, "names": ("a",), "kinds": ("plain", (torch.float32, (2, 3)))}
+    fields = {**HEAD_FIELDS, "names": ("a",), "kinds": ("plain", (torch.float32, (2, 3), (1, 2)))}
     sent = bytearray(HeadCache().head(**fields).data)
     sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError):
@@ -905,6 +909,44 @@ def test_rows_of_a_column(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert same(each[2], values[2])
 
 
+def permuted(count: int) -> list[Tensor]:
+    x = torch.arange(24.0 * count).reshape(count, 2, 3, 4)
+    return [*x.permute(0, 3, 1, 2)]
+
+
+VIEWS = {
+    "transposed": lambda: [each.t() for each in torch.arange(18).reshape(3, 2, 3)],
+    "permuted": lambda: permuted(3),
+    "channels last": lambda: [
+        torch.full((2, 3, 4, 5), float(n)).to(memory_format=torch.channels_last) for n in range(3)
+    ],
+    "of a larger storage": lambda: [
+        torch.arange(48.0).reshape(6, 8)[:, n : n + 2].t() for n in range(3)
+    ],
+    "large": lambda: [torch.ones(100, 300, dtype=torch.int32).t() for _ in range(3)],
+}
+
+
+@pytest.mark.promise("transport.strides")
+@pytest.mark.parametrize("kind", VIEWS)
+def test_strides_of_a_column(kind: str) -> None:
+    """Alone, in a column and in a pickle: as those of a copy by `clone`, as torch sends them."""
+    values = VIEWS[kind]()
+    rows = [args[0] for *_, (args, _) in across([call(value) for value in values])]
+    found = returned([(number, *encode_cell(value)) for number, value in enumerate(values)])
+    packed = pack({"views": values})
+    data, _, *outside = packed.on_the_wire()
+    inside = unpack(data, packed.tensors, *outside)["views"]
+    for each in (rows, [found[number] for number in range(3)], [*map(argument, values)], inside):
+        for value, row in zip(values, each, strict=True):
+            assert same(row, value)
+            assert row.stride() == value.clone().stride()
+            assert not row.is_contiguous()
+            assert row.untyped_storage().nbytes() == row.nbytes
+        each[1].zero_()
+        assert same(each[0], values[0])
+
+
 @pytest.mark.promise("transport.arguments")
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("dtype", _DTYPES.values(), ids=str)
@@ -916,7 +958,7 @@ def test_tensors_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> N
         for at in (0, -1, -2)
     ]
     values = [each.reshape(shape) for each in values]
-    assert (direct_cell(values[0]) or "none")[0] == (dtype, shape)
+    assert (direct_cell(values[0]) or "none")[0] == (dtype, shape, ())
     rows = [args[0] for *_, (args, _) in across([call(value) for value in values])]
     found = returned([(number, *encode_cell(value)) for number, value in enumerate(values)])
     for each in (rows, [found[number] for number in range(3)], [*map(argument, values)]):
@@ -965,6 +1007,19 @@ def test_a_row_takes_part_in_autograd(arrive: Any, shape: tuple[int, ...]) -> No
     assert torch.equal(leaf.grad, torch.full(shape, 2.0))
     with torch.no_grad():
         leaf.zero_()
+
+
+@pytest.mark.parametrize("arrive", [argument, result])
+def test_a_row_with_strides_takes_part_in_autograd(arrive: Any) -> None:
+    """As a contiguous one does."""
+    row, weight = arrive(torch.ones(2, 3).t()), torch.full((3, 2), 3.0, requires_grad=True)
+    row.mul_(weight)
+    row.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(3, 2))
+    leaf = arrive(torch.ones(2, 3).t()).requires_grad_()
+    (2 * leaf).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((3, 2), 2.0))
 
 
 def test_a_saved_row_is_small() -> None:

@@ -61,7 +61,12 @@ def test_views_arrive_as_what_they_show(shape: list[int], random: Random) -> Non
         tensor[..., :1] if shape else tensor,
         tensor.unsqueeze(0).expand(2, *tensor.shape),
     ):
-        assert torch.equal(across(view), view)
+        arrived = across(view)
+        assert isinstance(arrived, Tensor)
+        assert torch.equal(arrived, view)
+        expected = view.clone().stride()  # those of axes of one element mean nothing
+        kept = [axis for axis, size in enumerate(view.shape) if size > 1]
+        assert [arrived.stride(axis) for axis in kept] == [expected[axis] for axis in kept]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,7 @@ def test_a_row_that_is_kept_keeps_no_large_column() -> None:
     """Rows of a column of more than a page have memory of their own."""
     tracemalloc.start()
     try:
-        kept = from_bytes((torch.uint8, (16,)), bytes(16 * 50_000), 50_000)[7]
+        kept = from_bytes((torch.uint8, (16,), ()), bytes(16 * 50_000), 50_000)[7]
         gc.collect()
         current, _ = tracemalloc.get_traced_memory()
     finally:

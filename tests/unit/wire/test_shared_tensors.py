@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from torch import Tensor
 
+from aiorpc_torch._wire.columns import PLAIN, TENSOR, cell_bytes, direct_cell
 from aiorpc_torch._wire.shared_tensors import (
     ALIGNMENT,
     Block,
@@ -20,7 +21,7 @@ from aiorpc_torch._wire.shared_tensors import (
     share,
     tensors_at,
 )
-from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES
+from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES, from_bytes
 
 LARGE = INLINE_BYTES // 4 + 1  # elements of float32
 
@@ -186,6 +187,7 @@ GOOD = Place(0, 0, 48, "float32", 0, (3, 4), (4, 1), False)
         {"shape": (3,)},
         {"shape": (-3, -4)},
         {"shape": (1 << 40, 1 << 40), "strides": (0, 0)},
+        {"shape": (1 << 32, 1 << 31), "strides": (0, 0)},
         {"strides": (5, 1)},
         {"strides": (-4, 1)},
         {"strides": (1 << 62, 1)},
@@ -197,6 +199,47 @@ def test_a_malformed_place_is_refused(change: dict[str, Any]) -> None:
     check_places([GOOD], [64])
     with pytest.raises(ValueError):  # noqa: PT011
         check_places([GOOD._replace(**change)], [64])
+
+
+NUMBERS = st.one_of(
+    st.integers(0, 5), st.sampled_from([1 << 20, 1 << 31, 1 << 40, 1 << 61, 1 << 62, (1 << 63) - 1])
+)
+DIMENSIONS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4)
+
+
+@pytest.mark.promise("shared.values")
+@given(DIMENSIONS, st.integers(0, 3), st.sampled_from(["uint8", "float32", "complex128"]))
+@example([(1 << 40, 0)], 0, "float32")
+@example([(1 << 62, 0)], 0, "float32")
+@example([((1 << 60) + 1, 0)], 0, "complex128")
+@example([(0, 0), (1 << 31, 0), (1 << 40, 0)], 0, "float32")
+def test_what_a_sender_takes_no_receiver_refuses(
+    dimensions: list[tuple[int, int]], offset: int, dtype: str
+) -> None:
+    """Any shape and strides that torch makes: refused when it is encoded, or read as it was."""
+    shape, strides = [each[0] for each in dimensions], [each[1] for each in dimensions]
+    made = torch.arange(LARGE).to(_DTYPES[dtype])
+    try:
+        sent = made.as_strided(shape, strides, offset)
+    except RuntimeError:
+        assume(False)
+    for needs in (False, sent.is_floating_point()):
+        each = sent.detach().requires_grad_(needs)
+        try:
+            kind, cell = direct_cell(each) or (PLAIN, None)
+        except ValueError:
+            assert sent.numel() * sent.itemsize >= 1 << 63
+            continue
+        if kind == TENSOR:
+            (found,) = received([cell])
+            assert found.stride() == cell.stride()
+        else:
+            (found,) = from_bytes(kind, cell, 1)
+        assert (found.shape, found.dtype) == (each.shape, each.dtype)
+        assert found.requires_grad is needs
+        if each.numel():
+            assert found[(0,) * each.dim()] == each[(0,) * each.dim()]
+        assert 0 <= cell_bytes(kind, cell) <= made.nbytes
 
 
 @given(st.tuples(*[st.integers(-3, 100)] * 3), SHAPES, SHAPES, st.integers(-1, 50))

@@ -1,0 +1,46 @@
+"""Texts of errors for frequent mistakes: what to write instead."""
+
+import contextlib
+from collections.abc import Awaitable, Iterator
+from types import CoroutineType
+from typing import Any, NoReturn
+
+from .._torch.compat import RRefBase
+from .._wire.exceptions import try_add_note
+
+
+def await_hint(value: Any) -> str:
+    """Return the remedy for an awaitable that stands where its result should; "" for others."""
+    if not isinstance(value, Awaitable):
+        return ""
+    name = f"`await {value.__name__}(...)`" if isinstance(value, CoroutineType) else "`await` it"
+    return f", which was not awaited: write {name}"
+
+
+def note_rref(exc: BaseException) -> None:
+    """Add the remedy to the error of a method that was looked up on an RRef itself."""
+    if isinstance(exc, AttributeError) and isinstance(exc.obj, RRefBase):
+        name = exc.name
+        try_add_note(
+            exc,
+            f"(this is an RRef: write `await remote(rref).{name}()` for a method of its object, or "
+            f"`(await fetch(rref)).{name}` for a copy's attribute)",
+        )
+
+
+@contextlib.contextmanager
+def mistakes_explained() -> Iterator[None]:
+    """Add the remedy to an error that leaves a world's block."""
+    try:
+        yield
+    except AttributeError as exc:
+        note_rref(exc)
+        raise
+
+
+def refuse_attribute(obj: Any, name: str) -> NoReturn:
+    """Raise AttributeError; the `__getattr__` of what `remote` takes. Type checkers need none."""
+    text = f"{type(obj).__name__!r} object has no attribute {name!r}"
+    if not name.startswith("_"):
+        text += f": for a method of the object write `await remote(...).{name}()`"
+    raise AttributeError(text, name=name, obj=obj)
