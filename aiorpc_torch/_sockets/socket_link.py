@@ -6,7 +6,7 @@ order there. Sockets and threads begin with the first transfer of a direction.
 
 Messages with equal tensors for several processes of one host share one transfer (`HostCopy`): one
 of these processes receives it, and the others map its memory.
-(tests/loopback/test_tensor_sockets.py, tests/loopback/test_host_copies.py)
+(tests/loopback/test_tensor_sockets_internals.py, tests/loopback/test_host_copies.py)
 """
 
 import asyncio

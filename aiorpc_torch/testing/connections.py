@@ -31,6 +31,8 @@ class ConnectionInfo:
         carrier: how the next large CPU tensor of an argument travels. A connection starts with
             "torch" and changes once both ends have agreed.
         result_carrier: the same for results; None if the worker is another process.
+        holds_memory: True while large tensors are under way, or an end has received some in shared
+            memory and keeps them. Seen at this end, and at the other one if it is in this process.
     """
 
     worker: str
@@ -38,6 +40,7 @@ class ConnectionInfo:
     pending: int
     carrier: Carrier
     result_carrier: Carrier | None
+    holds_memory: bool
 
 
 def connection(worker: str) -> ConnectionInfo:
@@ -151,6 +154,7 @@ def _info(found: Any) -> ConnectionInfo:
         found.waiting,
         _carrier(found),
         None if session is None else _carrier(session),
+        any(_holds_memory(end) for end in (found, session) if end is not None),
     )
 
 
@@ -159,6 +163,20 @@ def _carrier(end: Any) -> Carrier:
     if end._links.segments.can_send:
         return "shared memory"
     return "sockets" if end._links.sockets.can_send else "torch"
+
+
+def _holds_memory(end: Any) -> bool:
+    """Return whether one end of a connection holds memory for large tensors."""
+    links, segments, sockets = end._links, end._links.segments, end._links.sockets
+    return bool(
+        links.has_work()
+        or segments._leased
+        or segments._buffers
+        or sockets._waiting
+        or sockets._reserved
+        or len(sockets._incoming)
+        or sockets._incoming._held
+    )
 
 
 def _sessions() -> Any:

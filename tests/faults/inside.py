@@ -55,11 +55,8 @@ def server() -> Server:
 
 def connections() -> list[Connection]:
     found = pool.find_current()
-    return (
-        []
-        if found is None
-        else [each for _, each in found._connections() if not each.ended.is_set()]
-    )
+    every = [] if found is None else found.all_connections()
+    return [each for each in every if not each.ended.is_set()]
 
 
 def sessions() -> list[Session]:

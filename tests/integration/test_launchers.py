@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from aiorpc_torch._world import launch
 from tests.support.example_programs import PATIENCE, free_port, started
 
 SIZE = 2
@@ -25,7 +24,7 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its variables come first, and the tests themselves may run under it."""
-    for name in (*launch.NAMES, "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -18,21 +18,14 @@ from aiorpc_torch._aio.segments import SegmentName
 from aiorpc_torch._sockets import socket_link, socket_threads, transfers
 from tests.support.segment_files import mapped_segments, open_segments
 
-from .test_tensor_sockets import (
-    LARGE,
-    SOON,
+from .test_tensor_sockets import LARGE, SOON, Line, Shelf, is_at_rest, line, small, until
+from .test_tensor_sockets_internals import (
     TARGET,
-    Line,
-    Shelf,
     end_calls,
     far,
-    is_at_rest,
-    line,
     memory_in_use,
     near,
     own_connection,
-    small,
-    until,
 )
 
 __all__ = ["line"]

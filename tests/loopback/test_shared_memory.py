@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,16 +13,19 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, autograd, batched, create, remote
-from aiorpc_torch._client import connection, pool
-from aiorpc_torch._shm import segment_store
-from aiorpc_torch._shm.segment_store import COPY_ON_LOOP, SegmentStore
-from aiorpc_torch._wire.frames import SEGMENTS, SHARED, frame
-from aiorpc_torch._wire.plain import dump
-from aiorpc_torch._wire.tensors import INLINE_BYTES
+from aiorpc_torch import RRef, batched, create, remote
 from aiorpc_torch.observe import stats
+from aiorpc_torch.testing import connection, settled
+from aiorpc_torch.testing.limits import COPY_ON_LOOP, INLINE_BYTES
 from tests.support.actors import Notes
-from tests.support.raw_connections import Stranger, Tap, server
+from tests.support.copies_inside import (
+    fail_writes,
+    hold_copies,
+    limit_memory,
+    read_no_probe,
+    start_no_thread,
+)
+from tests.support.raw_connections import Tap
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf
 from tests.support.tensor_ways import TENSOR_WAYS, set_way
@@ -68,16 +70,6 @@ class Shelf(TensorShelf):
         return aiorpc.Broadcast(torch.full((HUGE,), float(len(xs))))
 
 
-def own_connection() -> connection.Connection:
-    """The connection of this loop to its own worker."""
-    return pool.current().connection("main")
-
-
-def own_session() -> Any:
-    """The other end of it."""
-    return server().sessions[own_connection()._key]
-
-
 async def until(condition: Callable[[], bool]) -> None:
     """Turns of the loop until it is so."""
     async with asyncio.timeout(SOON):
@@ -93,15 +85,7 @@ def sent_apart() -> int:
 def is_given_back() -> bool:
     """Whether neither end holds memory of the other."""
     gc.collect()
-    ends = own_connection()._links, own_session()._links
-    return not any(
-        end.segments._leased
-        or end.segments._buffers
-        or end.has_work()
-        or end.sockets._reserved
-        or len(end.sockets._incoming)
-        for end in ends
-    )
+    return not connection("main").holds_memory
 
 
 @pytest.fixture
@@ -124,21 +108,22 @@ async def new_shelf(way: str = "shared") -> Shelf:
     found = Shelf()
     await remote(RRef(found)).echo(0)
     if way == "sockets":
-        await until(lambda: own_connection()._links.sockets.can_send)
-    if way != "shared":
-        return found
-    await until(
-        lambda: own_connection()._links.segments.can_send and own_session()._links.segments.can_send
-    )
+        await until(lambda: connection("main").carrier == "sockets")
+    if way == "shared":
+        await until(is_shared)
     return found
+
+
+def is_shared() -> bool:
+    """Whether arguments and results travel in shared memory."""
+    found = connection("main")
+    return found.carrier == found.result_carrier == "shared memory"
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """Copies of large tensors that wait until the test makes them."""
-    found: list[Callable[[], None]] = []
-    monkeypatch.setattr(segment_store, "memory_threads", found.append)
-    return found
+    return hold_copies(monkeypatch)
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
@@ -170,16 +155,20 @@ async def test_many_copied_calls_at_once(any_shelf: Shelf) -> None:
 
 @pytest.mark.promise("shared.values")
 @pytest.mark.parametrize("size", [LARGE, HUGE])
-async def test_tensors_travel_in_shared_memory(shelf: Shelf, size: int) -> None:
-    """There and back, and nothing of them by torch."""
+async def test_tensors_travel_in_shared_memory(
+    shelf: Shelf, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There and back, and nothing of them by torch, nor of the next call."""
+    tap = Tap(monkeypatch)
     x, before = torch.rand(size), stats().shared_messages
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
     assert stats().shared_messages == before + 1
-    assert own_session()._links.segments.sent == 1
-    assert not own_connection()._transfers.large_results
+    assert tap.count("shared") == 2
     assert stats().segments == 2
     assert stats().segment_bytes >= 2 * x.nbytes
     assert stats().held_bytes == 0
+    assert await remote(RRef(shelf)).echo(1) == 1
+    assert (tap.count("slot"), tap.count("calls")) == (0, 1)
 
 
 VALUES: dict[str, Callable[[], Any]] = {
@@ -233,20 +222,6 @@ async def test_values_arrive_alike_by_either_way(
             assert one.requires_grad == other.requires_grad
             assert torch.equal(one.to_dense(), other.to_dense())
             assert other.is_leaf
-
-
-@pytest.mark.promise("shared.values")
-async def test_small_results_after_one_that_torch_carried(shelf: Shelf) -> None:
-    """Torch carries the next call of that method, too; its small result ends that."""
-    shelf.kept += [torch.eye(LARGE // 100).to_sparse(), 1, 2]
-    proxy, transfers = remote(RRef(shelf)), own_connection()._transfers
-    async with asyncio.timeout(SOON):
-        assert (await proxy.get(0)).is_sparse
-        assert transfers.large_results
-        async with autograd.context():  # whose replies may be bytes alone
-            assert await proxy.echo(3) == 3
-        assert [await proxy.get(1), await proxy.get(2)] == [1, 2]
-    assert not transfers.large_results
 
 
 @pytest.mark.promise("shared.values")
@@ -313,24 +288,11 @@ async def test_a_part_keeps_its_message(shelf: Shelf) -> None:
 
 
 @pytest.mark.promise("shared.bounds")
-async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle for long enough, at both ends; no timer is left."""
-    monkeypatch.setattr(segment_store, "IDLE_SECONDS", 0.01)
-    gc.collect()
-    before = mapped_segments()
-    await remote(RRef(shelf)).echo(torch.rand(HUGE))
-    await until(lambda: stats().segments == 0)
-    await until(lambda: mapped_segments() == before)
-    (store,) = segment_store._stores.values()
-    assert store._trimmer is None
-
-
-@pytest.mark.promise("shared.bounds")
 async def test_no_room_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """Torch carries what does not fit; there is room again once tensors are freed."""
-    monkeypatch.setattr(segment_store, "memory_limit", lambda: 3 * 4 * HUGE)
+    limit_memory(monkeypatch, 3 * 4 * HUGE)
     shelf = await new_shelf()
     proxy, x = remote(RRef(shelf)), torch.rand(HUGE)
     for number in range(1, 6):
@@ -352,7 +314,7 @@ async def test_nothing_is_left_of_a_world() -> None:
     async with aiorpc.testing.world():
         proxy = remote(RRef(Shelf()))
         await proxy.echo(0)
-        await until(lambda: own_session()._links.segments.can_send)
+        await until(lambda: connection("main").result_carrier == "shared memory")
         x = await proxy.echo(torch.ones(HUGE))
     assert float(x.sum()) == HUGE
     x.fill_(2)
@@ -413,7 +375,7 @@ async def test_a_tensor_of_several_calls_is_copied_once(
     """Calls that are made while it is copied map that copy; each has a tensor of its own."""
     proxies, x = [remote(RRef(shelf)), remote(RRef(other := Shelf()))], torch.zeros(HUGE)
     calls = [asyncio.ensure_future(proxies[number % 2].keep(x)) for number in range(4)]
-    await until(lambda: bool(copies) and len(own_connection()._pending) == 4)
+    await until(lambda: bool(copies) and connection("main").pending == 4)
     (copy,) = copies
     copies.clear()
     copy()
@@ -477,7 +439,7 @@ async def test_a_result_of_several_calls_is_copied_once(
     shelf.kept.append(torch.ones(HUGE))
     proxy = remote(RRef(shelf))
     calls = [asyncio.ensure_future(proxy.get(0)) for _ in range(3)]
-    await until(lambda: bool(copies) and not own_session().calls)
+    await until(lambda: bool(copies) and stats().running == 0)
     copies.pop()()
     found = await asyncio.gather(*calls)
     assert not copies
@@ -535,29 +497,10 @@ async def test_a_call_that_is_cancelled_while_it_is_copied(
     await asyncio.wait((call,))
     assert await proxy.keep(1) == 1
     copies.pop()()
-    await until(lambda: len(own_connection()._state.window) == 0)
+    async with asyncio.timeout(SOON):
+        await settled()
     assert shelf.kept == [1]
     await until(is_given_back)
-
-
-@pytest.mark.promise("shared.cancelled")
-async def test_a_payload_behind_another_that_is_cancelled(
-    shelf: Shelf, copies: list[Callable[[], None]]
-) -> None:
-    """Its tensors are copied; its turn to be sent has not come."""
-    proxy = remote(RRef(shelf))
-    first = asyncio.ensure_future(proxy.keep(torch.ones(HUGE)))
-    await until(lambda: len(copies) == 1)
-    second = asyncio.ensure_future(proxy.keep(torch.ones(LARGE)))
-    await until(lambda: bool(own_connection()._state._copies.held()))
-    second.cancel()
-    await asyncio.wait((second,))
-    copies.pop()()
-    assert await first == 1
-    assert await proxy.keep(2) == 2
-    shelf.kept.clear()
-    await until(is_given_back)
-    assert len(own_connection()._state.window) == stats().in_flight == 0
 
 
 @pytest.mark.promise("shared.cancelled")
@@ -578,23 +521,6 @@ async def test_a_result_that_is_cancelled_while_it_is_copied(
     await until(is_given_back)
 
 
-async def test_a_worker_that_leaves_waits_for_its_results(
-    shelf: Shelf, copies: list[Callable[[], None]]
-) -> None:
-    """Until they are copied and the caller has mapped them: its descriptors end with it."""
-    call = asyncio.ensure_future(remote(RRef(shelf)).echo([torch.ones(HUGE)]))
-    await until(lambda: bool(copies))
-    assert not own_session().calls
-    copies.pop()()
-    await until(lambda: bool(copies))
-    assert not own_session().calls
-    assert own_session().has_work()
-    copies.pop()()
-    (found,) = await call
-    await until(lambda: not own_session().has_work())
-    assert float(found.sum()) == HUGE
-
-
 @pytest.mark.promise("shared.deadlines")
 async def test_a_call_that_times_out_while_it_is_copied(
     shelf: Shelf, copies: list[Callable[[], None]]
@@ -611,13 +537,16 @@ async def test_a_call_that_times_out_while_it_is_copied(
 
 @pytest.mark.promise("shared.order")
 @pytest.mark.parametrize("name", ["items", "plain_items"])
-async def test_items_of_streams_stay_in_order(any_shelf: Shelf, name: str) -> None:
+async def test_items_of_streams_stay_in_order(
+    any_shelf: Shelf, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever way each of them takes."""
+    tap = Tap(monkeypatch)
     sizes = [3, HUGE, LARGE, 1, HUGE, HUGE, 2, LARGE]
     found = [item async for item in getattr(remote(RRef(any_shelf)), name)(sizes)]
     assert [len(item) for item in found] == sizes
     assert [float(item.max()) for item in found] == [*range(8)]
-    assert own_session()._links.segments.sent + own_session()._links.sockets.sent >= 5
+    assert tap.count("shared") + tap.count("transferred") >= 5
     del found
     await until(is_given_back)
 
@@ -626,30 +555,22 @@ async def test_a_copy_that_fails_goes_by_torch(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the call nor its result nor an item of a stream is lost."""
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr("aiorpc_torch._aio.segments.Segment.write", fail)
+    fail_writes(monkeypatch)
     proxy = remote(RRef(shelf))
     for size in (LARGE, HUGE):
         x = torch.rand(size)
         assert torch.equal(await proxy.echo(x), x)
         assert [len(item) async for item in proxy.items([size, 1, size])] == [size, 1, size]
-    assert own_connection()._links.segments.sent == 0
+    assert stats().shared_messages == 0
     monkeypatch.undo()
 
 
 async def test_no_thread_for_a_copy(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made on the event loop then."""
-
-    def fail(_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(segment_store, "memory_threads", fail)
+    start_no_thread(monkeypatch)
     x = torch.rand(HUGE)
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
-    assert own_connection()._links.segments.sent == 1
+    assert stats().shared_messages == 1
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -717,7 +638,7 @@ async def test_a_peer_that_cannot_read_the_probe(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """Of another process namespace, for one."""
-    monkeypatch.setattr("aiorpc_torch._shm.segment_link.read_probe", lambda _: b"")
+    read_no_probe(monkeypatch)
     proxy, x = remote(RRef(Shelf())), torch.rand(HUGE)
     for _ in range(2):
         assert torch.equal(await proxy.echo(x), x)
@@ -739,101 +660,8 @@ async def test_segments_that_cannot_be_made_later(
     assert (stats().shared_messages, stats().segments) == (0, 0)
 
 
-async def test_nothing_is_offered_over_tcp(shelf: Shelf) -> None:
-    """The peer may be on another host."""
-    link = own_connection()._links.segments
-    own_connection().is_local = False
-    link._store = None
-    link.offer()
-    assert link._store is None
-
-
-# ── malformed frames ────────────────────────────────────────────────────────────────────────────
-
-NEWS = ((), (), ())
-
-MALFORMED: dict[str, tuple[int, Any]] = {
-    "news of what is not held": (SEGMENTS, (None, None, (7,), (), ())),
-    "opened what is not held": (SEGMENTS, (None, None, (), (), (7,))),
-    "an offer of nothing": (SEGMENTS, ((), None, *NEWS)),
-    "an offer of text": (SEGMENTS, (("a", "b", "c", "d"), None, *NEWS)),
-    "too few fields": (SEGMENTS, (None,)),
-    "no fields": (SEGMENTS, 5),
-    "a segment before any offer": (SHARED, (((1, 3, 5, 4096, False),), (), b"")),
-    "no segment": (SHARED, ((), (), b"")),
-    "a place without a segment": (
-        SHARED,
-        ((), ((0, 0, 4, "float32", 0, (1,), (1,), False),), b""),
-    ),
-    "text": (SHARED, "text"),
-}
-
-
-@pytest.mark.promise("shared.malformed")
-@pytest.mark.parametrize("name", MALFORMED)
-async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
-    """And nothing else."""
-    stranger = await Stranger.proven()
-    kind, fields = MALFORMED[name]
-    stranger.writer.write(frame(kind, dump(fields)))
-    async with asyncio.timeout(SOON):
-        await stranger.session.ended.wait()
-    await stranger.leave()
-    assert await remote(RRef(Shelf())).echo(1) == 1
-
-
-@pytest.mark.promise("shared.malformed")
-@pytest.mark.parametrize("what", ["size", "inode", "descriptor"])
-async def test_a_segment_that_is_another_file(world: aiorpc.types.Worker, what: str) -> None:
-    """No memory is read that the caller did not offer."""
-    stranger = await Stranger.proven()
-    with tempfile.TemporaryFile() as file:
-        inode = os.fstat(file.fileno()).st_ino
-        offer = (os.getpid(), file.fileno(), inode, 4096)
-        stranger.writer.write(frame(SEGMENTS, dump((offer, None, *NEWS))))
-        found = await stranger.frame()
-        assert found is not None
-        kind, (_, proof, *_) = found
-        assert (kind, proof) == (SEGMENTS, b"")
-        name = {
-            "size": (1, file.fileno(), inode, 1 << 40, False),
-            "inode": (1, file.fileno(), inode + 1, 4096, False),
-            "descriptor": (1, 1 << 20, inode, 4096, True),
-        }[what]
-        stranger.writer.write(frame(SHARED, dump(((name,), (), b""))))
-        async with asyncio.timeout(SOON):
-            await stranger.session.ended.wait()
-    await stranger.leave()
-
-
 async def test_frames_of_a_large_call(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call and the result, each with its tensor, and no call by torch."""
     tap = Tap(monkeypatch)
     await remote(RRef(shelf)).echo(torch.rand(LARGE))
     assert (tap.count("slot"), tap.count("shared"), tap.count("calls")) == (0, 2, 0)
-
-
-def test_a_store_is_closed_with_its_last_link() -> None:
-    """What is released after that is ignored."""
-
-    class Link:
-        def forget(self, number: int) -> None:
-            raise AssertionError
-
-    async def main() -> None:
-        loop, link = asyncio.get_running_loop(), Link()
-        store = segment_store.store_of(loop)
-        assert segment_store.store_of(loop) is store
-        assert isinstance(store, SegmentStore)
-        store.attach(link)
-        lease = store.lease(100)
-        assert lease is not None
-        store.detach(link)
-        lease.close()
-        lease.close()
-        await asyncio.sleep(0)
-        assert store.size == (0, 0)
-        assert segment_store.store_of(loop) is not store
-        segment_store._stores.clear()
-
-    asyncio.run(main())

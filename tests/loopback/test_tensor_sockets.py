@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import socket
 import threading
 import warnings
 import weakref
@@ -16,22 +15,23 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, batched, remote
-from aiorpc_torch._client import connection, introduction, pool
-from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
-from aiorpc_torch._sockets.socket_threads import SOCKETS
-from aiorpc_torch._sockets.transfers import CHUNK, HEADER
-from aiorpc_torch._wire.frames import TRANSFERRED, TRANSFERS
-from aiorpc_torch._wire.handshake import ARGUMENTS, RESULTS, read_number
-from aiorpc_torch._wire.targets import MethodTarget
 from aiorpc_torch.observe import stats
-from tests.support.raw_connections import Stranger, server
+from aiorpc_torch.testing import connection, drop_connection, settled
+from tests.support.raw_connections import Tap
+from tests.support.socket_lines import (
+    CHUNK,
+    Line,
+    give_no_memory,
+    limit_incoming,
+    limit_memory,
+    refuse_sockets,
+)
 from tests.support.tensor_shelf import TensorShelf
 
 pytestmark = pytest.mark.usefixtures("over_sockets")
 
 LARGE = CHUNK  # elements of float32: four chunks
 SOON = 30.0
-TARGET = MethodTarget((0, 1), "method")
 
 
 class Shelf(TensorShelf):
@@ -60,33 +60,22 @@ class Shelf(TensorShelf):
         await asyncio.Event().wait()
 
 
-def own_connection() -> connection.Connection:
-    return pool.current().connection("main")
-
-
-def near() -> socket_link.SocketLink:
-    """The caller's end."""
-    return own_connection()._links.sockets
-
-
-def far() -> socket_link.SocketLink:
-    """The callee's end."""
-    return server().sessions[own_connection()._key]._links.sockets
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
+def is_offered() -> bool:
+    """Whether arguments and results travel on sockets."""
+    found = connection("main")
+    return found.carrier == found.result_carrier == "sockets"
+
+
 def is_at_rest() -> bool:
     """Whether neither end holds anything of a transfer."""
     gc.collect()
-    return not any(
-        end._jobs or end._waiting or end._reserved or len(end._incoming) or end._incoming._held
-        for end in (near(), far())
-    )
+    return not connection("main").holds_memory
 
 
 @pytest.fixture
@@ -94,28 +83,8 @@ async def shelf(over_sockets: None, world: aiorpc.types.Worker) -> Shelf:
     """One whose connection knows that it may use sockets."""
     found = Shelf()
     await remote(RRef(found)).echo(0)
-    await until(lambda: near().can_send and far().can_send)
+    await until(is_offered)
     return found
-
-
-class Line:
-    """Holds back chunks before they are sent."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.waiting = threading.Semaphore(0)  # counts chunks that a thread holds
-        self.may_send = threading.Event()
-        send = socket_threads._send_all
-
-        def held(sock: socket.socket, buffers: list[Any]) -> None:
-            self.waiting.release()
-            assert self.may_send.wait(SOON)
-            send(sock, buffers)
-
-        patch.setattr(socket_threads, "_send_all", held)
-
-    async def is_held(self, chunks: int = SOCKETS) -> None:
-        for _ in range(chunks):
-            assert await asyncio.to_thread(self.waiting.acquire, timeout=SOON)
 
 
 @pytest.fixture
@@ -129,15 +98,18 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
 
 
 @pytest.mark.promise("sockets.values")
-async def test_tensors_travel_on_sockets(shelf: Shelf) -> None:
-    """There and back, and nothing of them by torch."""
+async def test_tensors_travel_on_sockets(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There and back, and nothing of them by torch, nor of the next call."""
+    tap = Tap(monkeypatch)
     x = torch.rand(LARGE)
     for number in range(1, 4):
         assert torch.equal(await remote(RRef(shelf)).echo(x), x)
-        assert (near().sent, far().sent) == (number, number)
+        assert (stats().socket_messages, tap.count("transferred")) == (number, 2 * number)
     assert stats().socket_messages == 3
     assert stats().shared_messages == stats().held_bytes == 0
-    assert not own_connection()._transfers.large_results
+    tap.frames.clear()
+    assert await remote(RRef(shelf)).echo(1) == 1
+    assert (tap.count("slot"), tap.count("calls")) == (0, 1)
     await until(is_at_rest)
 
 
@@ -154,54 +126,21 @@ async def test_recorded_tensors_travel_by_torch(shelf: Shelf) -> None:
 
 
 @pytest.mark.promise("sockets.memory")
-async def test_memory_is_used_again(shelf: Shelf) -> None:
-    """Once all tensors, views and storages in it are freed."""
-    x = await remote(RRef(shelf)).echo(torch.rand(LARGE))
-    before = x[3:5].tolist()
-    part, address = x[3:5], x.data_ptr()
-    del x
-    await until(is_at_rest)
-    other = await remote(RRef(shelf)).echo(torch.zeros(LARGE))
-    assert part.tolist() == before
-    assert other.data_ptr() != address
-    del part, other
-    memory = receive_memory.memory_of(asyncio.get_running_loop())
-    await until(lambda: not memory._used)
-    again = await remote(RRef(shelf)).echo(torch.ones(LARGE))
-    assert memory._pool.total == 3 * 4 * LARGE  # of two arguments at a time, and a result
-    assert float(again.sum()) == LARGE
-
-
-@pytest.mark.promise("sockets.memory")
 async def test_kept_tensors_exceed_the_memory(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """More than is used again is memory of torch."""
-    monkeypatch.setattr(receive_memory, "memory_limit", lambda: 2 * 4 * LARGE)
+    limit_memory(monkeypatch, 2 * 4 * LARGE)
     shelf = Shelf()
     await remote(RRef(Shelf())).keep(0)
-    await until(lambda: near().can_send)  # until the callee offers it, torch carries tensors
+    await until(is_offered)  # until the callee offers it, torch carries tensors
     for number in range(5):
         await remote(RRef(shelf)).keep(torch.full((LARGE,), float(number)))
     assert [float(each.max()) for each in shelf.kept] == [0, 1, 2, 3, 4]
     assert stats().socket_messages >= 4
 
 
-# ── fairness, order ─────────────────────────────────────────────────────────────────────────────
-
-
-async def test_transfers_share_the_sockets(shelf: Shelf, line: Line) -> None:
-    """A small one does not wait for the end of a large one."""
-    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(16 * LARGE)))
-    await line.is_held()
-    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(torch.ones(LARGE // 8)))
-    await until(lambda: len(near()._jobs) == 2)
-    (large, _) = near()._jobs.values()
-    line.may_send.set()
-    await second
-    assert large.transfer.started <= 16 * 4 * LARGE
-    assert await first == 1
-    await until(is_at_rest)
+# ── order and bounds ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.promise("sockets.order")
@@ -217,228 +156,26 @@ async def test_a_transfer_delays_its_own_object_only(shelf: Shelf, line: Line) -
     assert await asyncio.gather(first, second) == [1, 2]
 
 
-# ── bounds ──────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.promise("sockets.bounds")
 async def test_a_sender_keeps_the_limit_of_its_receiver(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """Transfers wait for others to end; one that is larger goes by torch."""
-    monkeypatch.setattr(socket_link, "incoming_limit", lambda: 3 * 4 * LARGE)
+    limit_incoming(monkeypatch, 3 * 4 * LARGE)
     shelf = Shelf()
     proxy = remote(RRef(shelf))
     await proxy.echo(0)
-    await until(lambda: near().can_send and far().can_send)
+    await until(is_offered)
     calls = [proxy.keep(torch.full((LARGE,), float(number))) for number in range(10)]
     await asyncio.gather(*calls)
     assert [float(each.max()) for each in shelf.kept] == [*range(10)]
-    assert near().sent == 10
+    assert stats().socket_messages == 10
     await proxy.keep(torch.ones(4 * LARGE))
-    assert near().sent == 10
+    assert stats().socket_messages == 10
     await until(is_at_rest)
-
-
-@pytest.mark.promise("sockets.bounds")
-async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
-    """Its connection ends with an error that says so; no memory is reserved."""
-    near()._open(ARGUMENTS)
-    await until(lambda: near()._sender is not None and len(near()._sender) == SOCKETS)
-    await until(lambda: far()._receiver is not None)
-    size = far()._limit + 1
-    near()._sender._sockets[0].sendall(HEADER.pack(1, size, 0, CHUNK, False))  # type: ignore[union-attr]
-    with pytest.raises(aiorpc.RpcError, match="may be under way"):
-        await asyncio.wait_for(remote(RRef(shelf)).never(), SOON)
-    assert not far_memory()
-
-
-def none_left(*_: Any) -> Any:
-    raise OSError(12, "cannot allocate memory")
-
-
-def far_memory() -> int:
-    return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
-
-
-def news(**fields: Any) -> tuple[int, Any]:
-    return TRANSFERS, socket_link._News(**fields)
-
-
-MALFORMED: dict[str, tuple[int, Any]] = {
-    "news that are none": (TRANSFERS, 5),
-    "a transfer that there was not": news(confirmed=[(7, True, None)]),
-    "drops that are none": news(dropped=[7]),
-    "a caller that asks for sockets": news(wants_sockets=True),
-    "a name that is none": news(adopted=[(7, (1, 2))]),
-    "a message before its transfer": (TRANSFERRED, (7, (), b"")),
-    "no message": (TRANSFERRED, 5),
-}
-
-
-@pytest.mark.promise("sockets.bounds")
-@pytest.mark.parametrize("name", MALFORMED)
-async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
-    """And nothing else."""
-    stranger = await Stranger.proven()
-    stranger.send(*MALFORMED[name])
-    async with asyncio.timeout(SOON):
-        await stranger.session.ended.wait()
-    await stranger.leave()
-    assert await remote(RRef(Shelf())).echo(3) == 3
 
 
 # ── failures ────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.promise("sockets.cancelled")
-@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
-async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_late: bool) -> None:
-    """Its tensor and the memory for it are freed; a late one is known not to have run."""
-    x = torch.ones(4 * LARGE)
-    freed = weakref.ref(x.untyped_storage())
-    number = own_connection()._calls
-    call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
-    del x
-    await line.is_held()
-    if is_late:
-        own_connection().expire(number, 0.05, own_connection()._pending[number].source)
-    else:
-        call.cancel()
-    outcome = (await asyncio.gather(call, return_exceptions=True))[0]
-    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
-    if isinstance(outcome, aiorpc.CallTimeout):
-        assert not outcome.may_have_run
-    del call, outcome
-    line.may_send.set()
-    await until(is_at_rest)
-    assert freed() is None
-    assert await remote(RRef(shelf)).keep(torch.ones(LARGE)) == 1
-
-
-@pytest.mark.promise("sockets.cancelled")
-async def test_a_call_that_is_cancelled_before_it_is_begun(shelf: Shelf, line: Line) -> None:
-    """It waits for the memory of others."""
-    near()._peer_limit = 4 * LARGE
-    calls = [asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE))) for _ in range(2)]
-    await line.is_held()
-    await until(lambda: len(near()._waiting) == 1)
-    calls[1].cancel()
-    await asyncio.wait(calls[1:])
-    await until(lambda: not near()._waiting)
-    line.may_send.set()
-    assert await calls[0] == 1
-    await until(is_at_rest)
-
-
-@pytest.mark.promise("sockets.cancelled")
-async def test_a_message_that_is_cancelled_behind_another(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its tensors have arrived; their memory is freed."""
-    send, held = socket_threads._send_all, threading.Event()
-
-    def slow(sock: socket.socket, buffers: list[Any]) -> None:
-        if HEADER.unpack(buffers[0])[0] == 1:
-            assert held.wait(SOON)
-        send(sock, buffers)
-
-    monkeypatch.setattr(socket_threads, "_send_all", slow)
-    monkeypatch.setattr(socket_threads, "SOCKETS", 3)
-    monkeypatch.setattr(socket_link, "SOCKETS", 3)
-    proxy = remote(RRef(shelf))
-    calls = [asyncio.ensure_future(proxy.keep(torch.ones(LARGE // 4 - each))) for each in range(2)]
-    await until(lambda: [*near()._jobs] == [1])  # of the second one, all has arrived
-    calls[1].cancel()
-    await asyncio.wait(calls[1:])
-    held.set()
-    assert await calls[0] == 1
-    await until(is_at_rest)
-    assert near().sent == 1
-
-
-@pytest.mark.promise("sockets.cancelled")
-async def test_a_call_that_is_cancelled_while_its_receiver_tells_that_it_has_no_memory(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The receiver does not wait for a transfer that it has refused."""
-    told: list[tuple[int, bool]] = []
-    arrived = far()._arrived
-    tell = arrived._handle
-    monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
-    monkeypatch.setattr(arrived, "_handle", told.append)
-    call = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
-    await until(lambda: told == [(1, False)])
-    call.cancel()
-    await asyncio.wait((call,))
-    await until(lambda: not near()._jobs)
-    tell(told.pop())
-    assert await remote(RRef(shelf)).echo(1) == 1  # behind all that the ends tell each other
-    await until(is_at_rest)
-
-
-@pytest.mark.promise("sockets.cancelled")
-async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: Line) -> None:
-    """Its memory is freed, and its call leaves the window."""
-    shelf.kept.append(torch.ones(4 * LARGE))
-    call = asyncio.ensure_future(remote(RRef(shelf)).get(0))
-    await line.is_held()
-    call.cancel()
-    await asyncio.wait((call,))
-    await until(lambda: not far()._jobs or next(iter(far()._jobs.values())).transfer.is_cancelled)
-    line.may_send.set()
-    await until(is_at_rest)
-    await until(lambda: not own_connection()._state.window)
-    assert far().sent == 0
-    assert await remote(RRef(shelf)).echo(7) == 7
-
-
-def end_calls(running: "asyncio.Future[Any]", *, is_late: bool) -> None:
-    """Cancel a task, or let all its calls time out."""
-    if not is_late:
-        running.cancel()
-        return
-    for number in [*own_connection()._pending]:
-        own_connection().expire(number, 0.05, TARGET)
-
-
-async def drained(items: Any) -> list[Tensor]:
-    return [each async for each in items]
-
-
-OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "result": lambda proxy, _: proxy.get(0),
-    "results": lambda proxy, _: asyncio.gather(proxy.get(0), proxy.get(0)),
-    "items": lambda proxy, _: drained(proxy.items(LARGE, 3)),
-    "arguments of a batch": lambda proxy, x: asyncio.gather(*(proxy.join(x) for _ in range(3))),
-    "results of a batch": lambda proxy, _: asyncio.gather(*(proxy.split(0) for _ in range(3))),
-}
-
-
-@pytest.mark.promise("sockets.cancelled")
-@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
-@pytest.mark.parametrize("name", OPERATIONS)
-async def test_calls_that_end_while_tensors_are_sent(
-    shelf: Shelf, line: Line, name: str, is_late: bool
-) -> None:
-    """Both ends free what they hold, and the memory of the receiver may be used again."""
-    shelf.kept.append(torch.ones(4 * LARGE))
-    proxy = remote(RRef(shelf))
-    running = asyncio.ensure_future(OPERATIONS[name](proxy, torch.ones(LARGE)))
-    await line.is_held()
-    end_calls(running, is_late=is_late)
-    outcome = (await asyncio.gather(running, return_exceptions=True))[0]
-    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
-    del running, outcome
-    line.may_send.set()
-    await until(is_at_rest)
-    await until(lambda: not (own_connection()._state.window or memory_in_use()))
-    assert (near().sent, far().sent) == (0, 0)
-    assert await proxy.keep(torch.ones(LARGE)) == 2
-
-
-def memory_in_use() -> int:
-    """Number of pieces that arriving tensors, or those that have arrived, are in."""
-    return len(receive_memory.memory_of(asyncio.get_running_loop())._used)
 
 
 @pytest.mark.promise("sockets.cancelled")
@@ -450,22 +187,8 @@ async def test_a_stream_that_is_left_while_an_item_is_sent(shelf: Shelf, line: L
         break
     del item
     await until(is_at_rest)
-    await until(lambda: not own_connection()._state.window)
-
-
-@pytest.mark.promise("sockets.lost")
-async def test_a_socket_that_fails_ends_the_connection(shelf: Shelf, line: Line) -> None:
-    """No call waits for ever, and the next one has another connection."""
-    former = own_connection()
-    call = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(4 * LARGE)))
-    await line.is_held()
-    for sock in near()._sender._sockets:  # type: ignore[union-attr]
-        sock.shutdown(socket.SHUT_RDWR)
-    line.may_send.set()
-    with pytest.raises(aiorpc.RpcError, match="connection"):
-        await asyncio.wait_for(call, SOON)
-    assert former.is_finished
-    assert torch.equal(await remote(RRef(shelf)).echo(torch.ones(LARGE)), torch.ones(LARGE))
+    async with asyncio.timeout(SOON):
+        await settled()
 
 
 @pytest.mark.promise("sockets.lost")
@@ -476,7 +199,7 @@ async def test_the_connection_ends_while_tensors_are_sent(shelf: Shelf, line: Li
     call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
     del x
     await line.is_held()
-    own_connection().abort()
+    drop_connection("main")
     line.may_send.set()
     with pytest.raises(aiorpc.RpcError):
         await asyncio.wait_for(call, SOON)
@@ -490,79 +213,25 @@ async def test_sockets_that_cannot_be_opened(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Torch carries the tensors."""
-    dial, purpose = introduction.Introductions.dial, {"arguments": ARGUMENTS, "results": RESULTS}
-
-    async def fail(self: Any, peer: Any, number: int) -> socket.socket:
-        if read_number(number)[1] == purpose[what]:
-            raise aiorpc.RpcError("a firewall")
-        return await dial(self, peer, number)
-
-    monkeypatch.setattr(introduction.Introductions, "dial", fail)
+    refuse_sockets(monkeypatch, what)
     shelf.kept.append(torch.ones(LARGE))
     for _ in range(2):
         found = await remote(RRef(shelf)).echo(torch.ones(LARGE))
         assert torch.equal(found, torch.ones(LARGE))
         assert torch.equal(await remote(RRef(shelf)).get(0), torch.ones(LARGE))
-    assert not (near() if what == "arguments" else far()).can_send
+    found = connection("main")
+    assert (found.carrier if what == "arguments" else found.result_carrier) == "torch"
 
 
 @pytest.mark.promise("sockets.values")
 async def test_a_receiver_without_memory(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch carries the tensors, or tells why it cannot."""
-    monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
+    tap = Tap(monkeypatch)
+    give_no_memory(monkeypatch)
     x = torch.rand(LARGE)
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
-    assert near().sent == far().sent == 0
+    assert stats().socket_messages == tap.count("transferred") == 0
     await until(is_at_rest)
-
-
-async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line) -> None:
-    """Its call fails; no thread reads memory that is gone."""
-    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
-    await line.is_held()  # all threads are busy
-    x = torch.zeros(LARGE)
-    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(x))
-    await until(lambda: len(near()._jobs) == 2)
-    x.untyped_storage().resize_(0)
-    line.may_send.set()
-    with pytest.raises((aiorpc.RemoteError, ValueError), match="its storage was freed"):
-        await second
-    assert await first == 1
-    await until(is_at_rest)
-
-
-async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At both ends, for arguments and results; the next tensors open others."""
-    monkeypatch.setattr(socket_link, "IDLE_SECONDS", 0.01)
-    x = torch.rand(LARGE)
-    for _ in range(3):
-        assert torch.equal(await remote(RRef(shelf)).echo(x), x)
-        await until(lambda: near()._sender is far()._sender is None)
-        await until(lambda: not (len(receiver_of(near())) or len(receiver_of(far()))))
-    assert near().sent == far().sent == 3
-
-
-async def test_a_stream_that_is_lost_before_its_first_item(
-    shelf: Shelf, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch's reply to its arguments has come before: the generator has run."""
-    answered = asyncio.Event()
-    reply = connection.Connection.on_payload_reply
-
-    def on_payload_reply(self: connection.Connection, *args: Any) -> None:
-        reply(self, *args)
-        answered.set()
-
-    monkeypatch.setattr(connection.Connection, "on_payload_reply", on_payload_reply)
-    items = remote(RRef(shelf)).ones(torch.eye(3).to_sparse())
-    waiting = asyncio.ensure_future(anext(aiter(items)))
-    await line.is_held(1)
-    await asyncio.wait_for(answered.wait(), SOON)
-    own_connection().abort()
-    line.may_send.set()
-    with pytest.raises(aiorpc.WorkerLost) as raised:
-        await waiting
-    assert raised.value.may_have_run
 
 
 async def test_a_loop_that_is_closed_without_a_word(shelf: Shelf) -> None:
@@ -573,7 +242,7 @@ async def test_a_loop_that_is_closed_without_a_word(shelf: Shelf) -> None:
 
     async def echo(x: Any) -> None:
         await remote(rref).echo(0)
-        await until(lambda: near().can_send)
+        await until(lambda: connection("main").carrier == "sockets")
         assert torch.equal(await remote(rref).echo(x), x)
 
     def run() -> None:
@@ -596,11 +265,6 @@ async def test_a_loop_that_is_closed_without_a_word(shelf: Shelf) -> None:
 
 async def small(rref: RRef[Shelf]) -> None:
     await remote(rref).echo(0)
-
-
-def receiver_of(link: socket_link.SocketLink) -> socket_threads.SocketReceiver:
-    assert link._receiver is not None
-    return link._receiver
 
 
 def test_nothing_is_left_of_a_world() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.futures import Future
 
@@ -153,6 +154,18 @@ class TestConnections:
         async with asyncio.timeout(30.0):
             await settled
         assert aiorpc.observe.stats().running == 0
+
+    async def test_memory_of_large_tensors(self) -> None:
+        """It is held while a received tensor is alive."""
+        async with asyncio.timeout(30.0):
+            while testing.connection("main").result_carrier != "shared memory":
+                await call("main", int)
+            x = await call("main", torch.ones, testing.limits.INLINE_BYTES)
+            assert testing.connection("main").holds_memory
+            del x
+            gc.collect()
+            while testing.connection("main").holds_memory:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     async def test_the_connections_of_all_loops(self) -> None:
         """A loop that has ended has none."""

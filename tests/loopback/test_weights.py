@@ -13,6 +13,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, WorkerLost, register, remote, timeout
 from aiorpc_torch.training import Follower, Weights, follow, snapshots
+from tests.support.copies_inside import count_copies
 from tests.support.followers import Net
 
 SOON = 30.0
@@ -286,6 +287,24 @@ async def test_a_follower_that_is_dropped(world: aiorpc.types.Worker) -> None:
     del policy
     gc.collect()
     await until(lambda: aiorpc.observe.stats().in_flight == 0)
+
+
+@pytest.mark.promise("training.once")
+async def test_followers_that_wait_share_one_copy(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = count_copies(monkeypatch)
+    weights = Weights(Net(0, size=512).state_dict())
+    register("policy", weights)
+    policies = [await following() for _ in range(3)]
+    await weights.publish(Net(1, size=512).state_dict())
+    await asyncio.gather(*(policy.wait(1) for policy in policies))
+    copies.clear()
+    await until(lambda: aiorpc.observe.stats().in_flight == 3)
+    await weights.publish(Net(2, size=512).state_dict())
+    await asyncio.gather(*(policy.wait(2) for policy in policies))
+    assert len(copies) == 1
+    assert all(policy.state["layers.3.bias"].sum() == 1024 for policy in policies)
 
 
 class Failing(Weights):

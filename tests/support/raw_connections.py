@@ -24,6 +24,7 @@ from aiorpc_torch._wire.frames import (
     RESULTS,
     SHARED,
     SLOT,
+    TRANSFERRED,
     FrameReader,
     frame,
 )
@@ -129,7 +130,14 @@ class Stranger:
                 await self.session.ended.wait()
 
 
-NAMES = {CALLS: "calls", RESULTS: "results", SLOT: "slot", CLOSE: "close", SHARED: "shared"}
+NAMES = {
+    CALLS: "calls",
+    RESULTS: "results",
+    SLOT: "slot",
+    CLOSE: "close",
+    SHARED: "shared",
+    TRANSFERRED: "transferred",
+}
 
 
 class Tap:
@@ -155,7 +163,7 @@ class Tap:
 
     @property
     def names(self) -> list[str]:
-        """The kind of each frame: "calls", "results", "slot", "shared", "close" or "other"."""
+        """The kind of each frame: "calls", "results", "slot", "shared", and so on, or "other"."""
         return [NAMES.get(kind, "other") for _, kind, _ in self.frames]
 
     def count(self, name: str) -> int:

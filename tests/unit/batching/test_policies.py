@@ -36,9 +36,8 @@ rule by its name.
 
 import heapq
 import math
-import re
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
@@ -731,39 +730,6 @@ def test_an_empty_key_is_forgotten(size: int) -> None:
     assert scheduler.close() == (-1, 200)
     del name
     assert not alive
-
-
-@pytest.mark.parametrize(
-    ("make", "given", "message"),
-    [
-        (Fill, {"max_concurrent_batches": 0}, "max_concurrent_batches must be at least 1, got 0"),
-        (Fill, {"max_concurrent_batches": True}, "max_concurrent_batches must be an int, got True"),
-        (Fill, {"max_pending": 0}, "max_pending must be at least 1, got 0"),
-        (Fill, {"key": "id"}, "key must be a function of a call's arguments, got 'id'"),
-        (Fill, {"weight": 3, "max_weight": 3}, "weight must be a function of a call's arguments"),
-        (Fill, {"weight": len}, "weight= requires max_weight="),
-        (Fill, {"max_weight": 0}, "max_weight must be above 0 and finite, got 0"),
-        (Fill, {"max_weight": math.inf}, "max_weight must be above 0 and finite, got inf"),
-        (Fill, {"max_weight": math.nan}, "max_weight must be above 0 and finite, got nan"),
-        (Round, {"quorum": 3, "timeout": 1.0}, "quorum must be at most size, 2, got 3"),
-        (Round, {"quorum": 0, "timeout": 1.0}, "quorum must be at least 1, got 0"),
-        (Round, {"quorum": 1}, "quorum= requires timeout="),
-        (Round, {"timeout": math.inf}, "timeout must be seconds, at least 0 and finite, got inf"),
-        (Round, {"member": "me"}, "member must be a function of a call's arguments, got 'me'"),
-    ],
-)
-def test_a_policy_that_contradicts_itself_says_so(
-    make: Callable[..., Policy], given: dict[str, Any], message: str
-) -> None:
-    """At once, where it is written, with the parameter and the value."""
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        make(2, **given)
-
-
-def test_a_policy_shows_what_was_given() -> None:
-    """And nothing that is as it is by default."""
-    assert repr(Fill(2, max_pending=3)) == "Fill(max_size=2, max_pending=3)"
-    assert repr(Round(3, 2, 1.0)) == "Round(size=3, quorum=2, timeout=1.0)"
 
 
 # ── numbers that change ─────────────────────────────────────────────────────────────────────────

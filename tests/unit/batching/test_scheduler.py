@@ -14,7 +14,7 @@ Each of these changes to `scheduler.py`, one at a time, makes tests of this file
 7.  `discard`: only asks whether the item waits, and leaves it there
 8.  `_next_size`: one item too many
 9.  `close`: hands the items out and keeps them
-10. `Fill`: `max_wait < 0` in place of the closed range, so inf and nan pass
+10. `Fill`: `max_wait < 0` in place of the closed range (in `test_policy_values.py`)
 11. `_select_batch`: only looks at the oldest key, or at full ones first; `_peek`: outdated entries
 12. `add`, `_remove`: a key that has become full, or a new oldest, is not in its heap
 13. `_push`: never tidies, or drops valid entries
@@ -22,7 +22,6 @@ Each of these changes to `scheduler.py`, one at a time, makes tests of this file
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -552,44 +551,6 @@ def test_batches_are_told_apart_by_identity() -> None:
     """Two batches with equal members are two batches: a driver may key a dict with them."""
     assert Batch((1,), Reason.FULL) != Batch((1,), Reason.FULL)
     assert len({Batch((1,), Reason.FULL), Batch((1,), Reason.FULL)}) == 2
-
-
-@pytest.mark.parametrize("make", [Fill, Round])
-@pytest.mark.parametrize("count", [True, False, 1.0, 2.5, "2", None, math.inf, math.nan])
-def test_a_size_is_an_int(make: Callable[[object], Policy], count: object) -> None:
-    """Nor is a bool one, though Python says so; the message names the parameter and the value."""
-    name = "max_size" if make is Fill else "size"
-    with pytest.raises(TypeError, match=f"^{name} must be an int, got {count!r}"):
-        make(count)
-
-
-@pytest.mark.parametrize("make", [Fill, Round])
-@pytest.mark.parametrize("count", [0, -1, -(2**70)])
-def test_a_size_is_at_least_one(make: Callable[[object], Policy], count: int) -> None:
-    """An empty batch is none."""
-    with pytest.raises(ValueError, match=rf"size must be at least 1, got {count}$"):
-        make(count)
-
-
-@pytest.mark.parametrize("wait", [-1.0, -5e-324, math.inf, -math.inf, math.nan])
-def test_a_wait_is_finite_and_not_negative(wait: float) -> None:
-    """An infinite wait would be a queue that never leaves; nan compares false with everything."""
-    with pytest.raises(ValueError, match="max_wait must be seconds, at least 0 and finite"):
-        Fill(2, wait)
-
-
-@pytest.mark.parametrize("wait", [0, 0.0, -0.0, 5e-324, 1, 1e308])
-def test_any_other_wait_will_do(wait: float) -> None:
-    """Ints too; minus zero is zero."""
-    assert Fill(2, wait).max_wait == wait
-
-
-def test_policies_are_values() -> None:
-    """Equal, hashable and unchangeable: one may serve many functions."""
-    assert Fill(2, 0.5) == Fill(max_size=2, max_wait=0.5)
-    assert {Round(3): "x"}[Round(3)] == "x"
-    with pytest.raises(AttributeError):
-        Fill(2).max_size = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("key", [None, 1])

@@ -1,13 +1,11 @@
-"""Calls of one frame: what is wrong with one of them is its own. Heads are resolved once."""
+"""Heads of calls are resolved once."""
 
-import asyncio
 import functools
 import gc
 import itertools
-import time
 import weakref
 from collections.abc import AsyncIterator
-from operator import add, mul, sub
+from operator import add, mul
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -15,7 +13,6 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported, call
-from aiorpc_torch._aio.deadlines import current_deadline, time_left
 from aiorpc_torch._server.calls import RpcCall
 from aiorpc_torch._server.dispatch import KnownHead, calls_of
 from aiorpc_torch._server.exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
@@ -35,104 +32,13 @@ from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MethodTarget
 from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.wire_targets import NamedTarget, encode_target
-from tests.support.raw_connections import Tap
 from tests.support.two_ends import TwoEnds, two_ends
-
-LOADED: list[str] = []
-
-
-def load(name: str) -> str:
-    LOADED.append(name)
-    if name == "bad":
-        raise ValueError("it cannot be read")
-    return name
-
-
-class Loaded:
-    """An argument that the callee loads."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return load, (self.name,)
-
-
-def seconds_left() -> float | None:
-    return time_left(current_deadline())
-
-
-STARTED: list[int] = []
-
-
-async def first(number: int) -> None:
-    STARTED.append(number)
-
-
-async def second(number: int) -> None:
-    STARTED.append(number)
-
-
-async def third(number: int) -> None:
-    STARTED.append(number)
 
 
 @pytest.fixture
 async def ends() -> AsyncIterator[TwoEnds]:
     async with two_ends() as ends:
-        LOADED.clear()
-        STARTED.clear()
         yield ends
-
-
-async def results(*calls: Any) -> list[Any]:
-    return await asyncio.gather(*calls, return_exceptions=True)
-
-
-async def test_arguments_that_cannot_be_read(
-    ends: TwoEnds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their call fails; the others of the frame run."""
-    tap = Tap(monkeypatch)
-    found = await results(
-        call("far", add, 1, 2), call("far", str, Loaded("bad")), call("far", str, Loaded("good"))
-    )
-    assert tap.count("calls") == 1
-    assert found[::2] == [3, "good"]
-    assert isinstance(found[1], ValueError)
-    assert str(found[1]) == "it cannot be read"
-
-
-async def test_a_call_that_is_not_exported() -> None:
-    """It fails alone, and its arguments are not read."""
-    LOADED.clear()
-    async with two_ends([add, mul]):
-        found = await results(
-            call("far", add, 1, 2), call("far", sub, Loaded("never"), 1), call("far", mul, 3, 4)
-        )
-    assert found[::2] == [3, 12]
-    assert isinstance(found[1], NotExported)
-    assert not LOADED
-
-
-@pytest.mark.parametrize("alone", [True, False])
-async def test_the_time_left_travels(ends: TwoEnds, alone: bool) -> None:
-    """Each call has its own deadline, in the callee's clock."""
-    begin = time.monotonic()
-    with aiorpc.timeout(1000.0):
-        if alone:
-            (left,) = await results(call("far", seconds_left))
-        else:
-            left, _ = await results(call("far", seconds_left), call("far", add, 1, 2))
-    assert 1000.0 - (time.monotonic() - begin) <= left <= 1000.0
-    assert await call("far", seconds_left) is None
-
-
-async def test_calls_start_in_the_order_of_their_frame(ends: TwoEnds) -> None:
-    """Whichever functions they are of."""
-    functions = [first, second, third]
-    await results(*(call("far", functions[number % 3], number) for number in range(20)))
-    assert [*range(20)] == STARTED
 
 
 # ── heads that a session knows ──────────────────────────────────────────────────────────────────
@@ -245,12 +151,12 @@ async def test_a_target_that_fails_is_resolved_again(
         (missing,) = resolved(opened, (target, 1))
         with pytest.raises(AttributeError):
             missing.function()
-    monkeypatch.setitem(globals(), "later", second)
+    monkeypatch.setitem(globals(), "later", mul)
     (found,) = resolved(opened, (target, 1))
-    assert found.function is second
-    monkeypatch.setitem(globals(), "later", third)
+    assert found.function is mul
+    monkeypatch.setitem(globals(), "later", add)
     (found,) = resolved(opened, (target, 1))
-    assert found.function is third
+    assert found.function is add
 
 
 async def test_a_group_that_is_malformed_fails_its_whole_frame(opened: TwoEnds) -> None:

@@ -1,0 +1,191 @@
+"""Tensors in shared memory: what lies in their segments, and frames that are malformed."""
+
+import asyncio
+import gc
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import RRef, autograd, remote
+from aiorpc_torch._client import connection, pool
+from aiorpc_torch._shm import segment_store
+from aiorpc_torch._shm.segment_store import SegmentStore
+from aiorpc_torch._wire.frames import SEGMENTS, SHARED, frame
+from aiorpc_torch._wire.plain import dump
+from aiorpc_torch.observe import stats
+from tests.support.raw_connections import Stranger, server
+from tests.support.segment_files import mapped_segments
+
+from .test_shared_memory import HUGE, LARGE, SOON, Shelf, copies, is_given_back, shelf, until
+
+__all__ = ["copies", "shelf"]
+
+
+def own_connection() -> connection.Connection:
+    """The connection of this loop to its own worker."""
+    return pool.current().connection("main")
+
+
+def own_session() -> Any:
+    """The other end of it."""
+    return server().sessions[own_connection()._key]
+
+
+@pytest.mark.promise("shared.values")
+async def test_small_results_after_one_that_torch_carried(shelf: Shelf) -> None:
+    """Torch carries the next call of that method, too; its small result ends that."""
+    shelf.kept += [torch.eye(LARGE // 100).to_sparse(), 1, 2]
+    proxy, transfers = remote(RRef(shelf)), own_connection()._transfers
+    async with asyncio.timeout(SOON):
+        assert (await proxy.get(0)).is_sparse
+        assert transfers.large_results
+        async with autograd.context():  # whose replies may be bytes alone
+            assert await proxy.echo(3) == 3
+        assert [await proxy.get(1), await proxy.get(2)] == [1, 2]
+    assert not transfers.large_results
+
+
+@pytest.mark.promise("shared.bounds")
+async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle for long enough, at both ends; no timer is left."""
+    monkeypatch.setattr(segment_store, "IDLE_SECONDS", 0.01)
+    gc.collect()
+    before = mapped_segments()
+    await remote(RRef(shelf)).echo(torch.rand(HUGE))
+    await until(lambda: stats().segments == 0)
+    await until(lambda: mapped_segments() == before)
+    (store,) = segment_store._stores.values()
+    assert store._trimmer is None
+
+
+@pytest.mark.promise("shared.cancelled")
+async def test_a_payload_behind_another_that_is_cancelled(
+    shelf: Shelf, copies: list[Callable[[], None]]
+) -> None:
+    """Its tensors are copied; its turn to be sent has not come."""
+    proxy = remote(RRef(shelf))
+    first = asyncio.ensure_future(proxy.keep(torch.ones(HUGE)))
+    await until(lambda: len(copies) == 1)
+    second = asyncio.ensure_future(proxy.keep(torch.ones(LARGE)))
+    await until(lambda: bool(own_connection()._state._copies.held()))
+    second.cancel()
+    await asyncio.wait((second,))
+    copies.pop()()
+    assert await first == 1
+    assert await proxy.keep(2) == 2
+    shelf.kept.clear()
+    await until(is_given_back)
+    assert len(own_connection()._state.window) == stats().in_flight == 0
+
+
+async def test_a_worker_that_leaves_waits_for_its_results(
+    shelf: Shelf, copies: list[Callable[[], None]]
+) -> None:
+    """Until they are copied and the caller has mapped them: its descriptors end with it."""
+    call = asyncio.ensure_future(remote(RRef(shelf)).echo([torch.ones(HUGE)]))
+    await until(lambda: bool(copies))
+    assert not own_session().calls
+    copies.pop()()
+    await until(lambda: bool(copies))
+    assert not own_session().calls
+    assert own_session().has_work()
+    copies.pop()()
+    (found,) = await call
+    await until(lambda: not own_session().has_work())
+    assert float(found.sum()) == HUGE
+
+
+async def test_nothing_is_offered_over_tcp(shelf: Shelf) -> None:
+    """The peer may be on another host."""
+    link = own_connection()._links.segments
+    own_connection().is_local = False
+    link._store = None
+    link.offer()
+    assert link._store is None
+
+
+NEWS = ((), (), ())
+
+MALFORMED: dict[str, tuple[int, Any]] = {
+    "news of what is not held": (SEGMENTS, (None, None, (7,), (), ())),
+    "opened what is not held": (SEGMENTS, (None, None, (), (), (7,))),
+    "an offer of nothing": (SEGMENTS, ((), None, *NEWS)),
+    "an offer of text": (SEGMENTS, (("a", "b", "c", "d"), None, *NEWS)),
+    "too few fields": (SEGMENTS, (None,)),
+    "no fields": (SEGMENTS, 5),
+    "a segment before any offer": (SHARED, (((1, 3, 5, 4096, False),), (), b"")),
+    "no segment": (SHARED, ((), (), b"")),
+    "a place without a segment": (
+        SHARED,
+        ((), ((0, 0, 4, "float32", 0, (1,), (1,), False),), b""),
+    ),
+    "text": (SHARED, "text"),
+}
+
+
+@pytest.mark.promise("shared.malformed")
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
+    """And nothing else."""
+    stranger = await Stranger.proven()
+    kind, fields = MALFORMED[name]
+    stranger.writer.write(frame(kind, dump(fields)))
+    async with asyncio.timeout(SOON):
+        await stranger.session.ended.wait()
+    await stranger.leave()
+    assert await remote(RRef(Shelf())).echo(1) == 1
+
+
+@pytest.mark.promise("shared.malformed")
+@pytest.mark.parametrize("what", ["size", "inode", "descriptor"])
+async def test_a_segment_that_is_another_file(world: aiorpc.types.Worker, what: str) -> None:
+    """No memory is read that the caller did not offer."""
+    stranger = await Stranger.proven()
+    with tempfile.TemporaryFile() as file:
+        inode = os.fstat(file.fileno()).st_ino
+        offer = (os.getpid(), file.fileno(), inode, 4096)
+        stranger.writer.write(frame(SEGMENTS, dump((offer, None, *NEWS))))
+        found = await stranger.frame()
+        assert found is not None
+        kind, (_, proof, *_) = found
+        assert (kind, proof) == (SEGMENTS, b"")
+        name = {
+            "size": (1, file.fileno(), inode, 1 << 40, False),
+            "inode": (1, file.fileno(), inode + 1, 4096, False),
+            "descriptor": (1, 1 << 20, inode, 4096, True),
+        }[what]
+        stranger.writer.write(frame(SHARED, dump(((name,), (), b""))))
+        async with asyncio.timeout(SOON):
+            await stranger.session.ended.wait()
+    await stranger.leave()
+
+
+def test_a_store_is_closed_with_its_last_link() -> None:
+    """What is released after that is ignored."""
+
+    class Link:
+        def forget(self, number: int) -> None:
+            raise AssertionError
+
+    async def main() -> None:
+        loop, link = asyncio.get_running_loop(), Link()
+        store = segment_store.store_of(loop)
+        assert segment_store.store_of(loop) is store
+        assert isinstance(store, SegmentStore)
+        store.attach(link)
+        lease = store.lease(100)
+        assert lease is not None
+        store.detach(link)
+        lease.close()
+        lease.close()
+        await asyncio.sleep(0)
+        assert store.size == (0, 0)
+        assert segment_store.store_of(loop) is not store
+        segment_store._stores.clear()
+
+    asyncio.run(main())
