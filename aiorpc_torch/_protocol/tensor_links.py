@@ -81,8 +81,8 @@ class TensorLinks:
             is_current: Returns whether the message is still wanted, so that its tensors may not
                 be changed yet.
         """
-        ways = self.segments, self.sockets
-        return any(each.send(data, tensors, then, is_current) for each in ways)
+        way = self.segments if self.segments.can_send else self.sockets
+        return way.send(data, tensors, then, is_current)
 
     def read(self, kind: int, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
         """Return data and tensors of a SHARED or a TRANSFERRED frame."""

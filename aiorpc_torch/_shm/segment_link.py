@@ -10,6 +10,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import starmap
+from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -187,13 +189,14 @@ class SegmentLink:
         then: Then,
     ) -> None:
         """Pass the message on when all blocks are written."""
-        leases: list[Lease] = [block.lease for block in blocks]
-        for lease in leases:
+        is_written = self._wire.is_open
+        for block in blocks:
+            lease: Lease = block.lease
             if not lease.is_written:
-                lease.waiters.append(lambda: self._finish(blocks, body, then))
+                lease.waiters.append(partial(self._finish, blocks, body, then))
                 return
+            is_written &= lease.error is None
         self._copying -= 1
-        is_written = self._wire.is_open and all(each.error is None for each in leases)
         data = self._encode(blocks, body) if is_written else None
         then(None if data is None else ReadyMessage(partial(self.write, blocks, data), len(data)))
 
@@ -233,8 +236,8 @@ class SegmentLink:
         Raises an exception of any class if the frame is malformed.
         """
         names, places, rest = _read_shared(data)
-        check_places(places, [size for _, _, _, size, _ in names])
-        buffers = [self._map(*name) for name in names]
+        check_places(places, [*map(itemgetter(3), names)])
+        buffers = [*starmap(self._map, names)]
         return detach_data(rest, tensors_at(places, buffers))
 
     def _map(self, number: int, descriptor: int, inode: int, size: int, private: bool) -> Any:

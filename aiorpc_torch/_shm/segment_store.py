@@ -129,7 +129,8 @@ class SegmentStore:
         grant = self._pool.acquire(size)
         if grant is None:
             return None
-        self._discard(grant.closed)
+        if grant.closed:
+            self._discard(grant.closed)
         if grant.is_new:
             try:
                 self._segments[grant.id] = Segment(grant.size)
@@ -195,7 +196,7 @@ class SegmentStore:
         lease of an earlier block if the same tensors are being copied, and may not be changed yet.
         """
         if block.lease is None:
-            found = self._unwritten.get(block.content) if self._unwritten else None
+            found = self._unwritten.get(block.content()) if self._unwritten else None
             # The copy of a call that was cancelled, or has failed, serves no other: its caller may
             # change the tensor while it is copied.
             if found is None or not found.is_current():
@@ -216,7 +217,7 @@ class SegmentStore:
             _copy(block)
             _end(block)
         else:
-            self._unwritten[block.content] = block
+            self._unwritten[block.content()] = block
             self._copies.append(block)
             self._start_copies()
 
@@ -237,9 +238,10 @@ class SegmentStore:
 
     def _on_copied(self, block: Block) -> None:
         self._copying -= 1
-        if self._unwritten.get(content := block.content) is block:
+        if self._unwritten.get(content := block.content()) is block:
             del self._unwritten[content]
-        self._start_copies()
+        if self._copies:
+            self._start_copies()
         _end(block)
 
 

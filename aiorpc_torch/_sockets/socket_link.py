@@ -407,7 +407,7 @@ class SocketLink:
         self._last += 1
         block = found[0][0]
         transfer, data = OutgoingTransfer(self._last, block), frame(TRANSFERRED, body)
-        job = _Job(self, transfer, block.content, data, then, is_current)
+        job = _Job(self, transfer, block.content(), data, then, is_current)
         self._jobs[self._last] = job
         self._waiting.append(job)
         self._start_waiting()

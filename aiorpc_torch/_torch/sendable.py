@@ -99,7 +99,10 @@ def clone(tensor: Tensor) -> Tensor:
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return the elements of a storage from the first one of a tensor up to its last one."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    last = 1
+    for count, stride in zip(shape, strides, strict=True):
+        last += (count - 1) * stride
+    return last
 
 
 # ── the check ───────────────────────────────────────────────────────────────────────────────────

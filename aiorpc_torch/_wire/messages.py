@@ -316,12 +316,15 @@ def _encode_group(
     head = first.head
     if (target := head.pickled_target) is not None:
         tensors.put(target.ready_tensors())
+    numbers, budgets, rows = [], [], []
+    for call in calls:
+        numbers.append(call.number)
+        budgets.append(None if call.due is None else float(call.due - now))
+        rows.append(call.cells)
     columns = [
-        write_cells(kind, [call.cells[index] for call in calls], tensors)
-        for index, kind in enumerate(head.kinds)
+        write_cells(kind, [*cells], tensors)
+        for kind, cells in zip(head.kinds, zip(*rows, strict=True), strict=True)
     ]
-    numbers = [call.number for call in calls]
-    budgets = [call.due and float(call.due - now) for call in calls]
     if first.carried:
         return head.data, numbers, columns, budgets, first.batches, first.carried
     if first.batches or budgets.count(None) < len(budgets):

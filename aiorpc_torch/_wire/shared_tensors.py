@@ -114,17 +114,19 @@ class Block:
     def __repr__(self) -> str:
         return f"<Block {self.size:,} bytes{', shared' if self.is_shared else ''}>"
 
-    @property
     def content(self) -> Hashable:
         """Return what is to be written; blocks with equal contents have equal bytes."""
-        return tuple(each._replace(storage=each.storage._cdata) for each in self.sources)
+        return tuple(
+            [(extent, storage._cdata, version) for extent, storage, version in self.sources]
+        )
 
     def add(self, tensor: Tensor) -> Extent:
         """Add the storage of a tensor, or its part of a larger one, unless it is there."""
         storage = tensor.untyped_storage()
         key: Hashable = storage._cdata
         skip, size = 0, storage.nbytes()
-        if is_contiguous_part(tensor):  # for the receiver, each part is a storage of its own
+        # For the receiver, each part of a larger storage is a storage of its own.
+        if size > tensor.nbytes and is_contiguous_part(tensor):
             key = "part", id(tensor)
             skip, size = int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
         if key not in self._extents:

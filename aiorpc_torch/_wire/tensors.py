@@ -183,6 +183,8 @@ def compact_at_call(tensor: Tensor) -> Tensor:
         ValueError: if the tensor cannot be sent.
     """
     check_tensor(tensor)
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor  # the common case
     return tensor if is_contiguous_part(tensor) else compact_storage(tensor)
 
 
