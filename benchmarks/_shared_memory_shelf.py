@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import rpc
@@ -132,6 +133,19 @@ class Client:
         check(await self._shelf(shelves).echo(torch.full((size,), number)), size, number)
         return [size] * 2
 
+    async def arrays(self, shelves: "Group[Shelf]", size: int, number: float) -> list[int]:
+        """Send an array, and write into the one that comes back."""
+        x = np.full(size, number, np.float32)
+        found = await self._shelf(shelves).echo({"x": x, "small": x[:8]})
+        check(torch.from_numpy(found["x"]), size, number).fill_(WRITTEN)
+        expect(float(x[0]), number)
+        return [size] * 2
+
+    async def long_bytes(self, shelves: "Group[Shelf]", size: int, number: float) -> list[int]:
+        x = np.full(size, number, np.float32).tobytes()
+        expect(await self._shelf(shelves).echo([x, bytearray(x)]), [x, bytearray(x)])
+        return [size] * 4
+
     async def parts(self, shelves: "Group[Shelf]", size: int, number: float) -> list[int]:
         """Send a tensor and a part of it, which share their memory."""
         x, part = torch.full((size,), number), self.random.randint(1, size)
@@ -181,6 +195,8 @@ KINDS: list[Callable[[Client, "Group[Shelf]", int, float], Awaitable[list[int]]]
     Client.give,
     Client.give_and_write,
     Client.echo,
+    Client.arrays,
+    Client.long_bytes,
     Client.parts,
     Client.write,
     Client.group,
