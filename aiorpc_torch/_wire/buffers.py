@@ -264,6 +264,10 @@ def open_pickle(
     return file, _split(sizes, tensors[end - _count(sizes) : end]) if sizes else ()
 
 
+HUGE_PAGES_FROM = 8 << 20
+"""Bytes of new memory from which on most of a copy's time is page faults. Memory of shorter objects
+is used again for others, which would keep the huge pages."""
+
 COPIED_AT_ONCE = 1 << 20
 """Bytes that are copied with the GIL held, in about 0.1 ms."""
 
@@ -274,7 +278,8 @@ def _copy(target: memoryview, source: memoryview) -> None:
         target[:] = source
         return
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target))
-    advise_huge_pages(address, len(target))  # new memory: most of the time is its page faults
+    if len(target) >= HUGE_PAGES_FROM:
+        advise_huge_pages(address, len(target))
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(source))
     ctypes.memmove(address, start, len(target))
 
