@@ -202,38 +202,45 @@ def _outcome(function: Callable[[], T]) -> "concurrent.futures.Future[T]":
 class ThreadCache:
     """Daemon threads for tasks that may block for ever: one for each task, without a limit.
 
-    An idle thread waits `idle_timeout` seconds for the next task. With a new thread for each
+    An idle thread waits `idle_timeout` seconds for the next task. The one that was idle last gets
+    it: each thread that allocates keeps memory of its own. With a new thread for each
     backward a small step of training took longer. (`python -m benchmarks.autograd`)
     """
 
     def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
         self._name = name
         self._idle_timeout = idle_timeout
-        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)  # counts the threads that wait for a task
+        self._idle: list[queue.SimpleQueue[Task]] = []  # of the threads that wait for a task
+        self._lock = threading.Lock()
 
     def __call__(self, task: Task) -> None:
         """Run a task, which must not raise, at once. Callable from any thread."""
-        if self._idle.acquire(blocking=False):
-            self._tasks.put(task)
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            idle.put(task)
         else:
             # In a list, since the thread keeps its arguments.
             threading.Thread(target=self._run, args=([task],), name=self._name, daemon=True).start()
 
     def _run(self, first: list[Task]) -> None:
         task: Task | None = first.pop()
+        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         while task is not None:
             task()
             del task  # an idle thread must not keep its last arguments alive
-            self._idle.release()
-            task = self._next()
+            with self._lock:
+                self._idle.append(tasks)
+            task = self._next(tasks)
 
-    def _next(self) -> Task | None:
+    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
         with contextlib.suppress(queue.Empty):
-            return self._tasks.get(timeout=self._idle_timeout)
-        if self._idle.acquire(blocking=False):
-            return None
-        return self._tasks.get()  # a task is put at this moment
+            return tasks.get(timeout=self._idle_timeout)
+        with self._lock:
+            if tasks in self._idle:
+                self._idle.remove(tasks)
+                return None
+        return tasks.get()  # a task is put at this moment
 
 
 memory_threads = ThreadCache("aiorpc-memory")

@@ -381,14 +381,46 @@ def test_cached_threads_do_not_wait_for_each_other() -> None:
     first = {names.get(timeout=30.0) for _ in range(3)}
     assert len(first) == 3
     gate.set()
-    while spare._idle._value < 3:
+    while len(spare._idle) < 3:
         time.sleep(0.001)
     spare(stuck)
     assert names.get(timeout=30.0) in first
     for thread in first:
         thread.join(5.0)
         assert not thread.is_alive()
-    assert not spare._idle._value
+    assert not spare._idle
+
+
+def test_the_thread_that_was_idle_last_gets_the_next_task() -> None:
+    """So few threads keep memory of their own."""
+    spare = ThreadCache("spare", idle_timeout=SOON)
+    gates, names = [threading.Event() for _ in range(3)], queue.SimpleQueue[str]()
+    ran = queue.SimpleQueue[int]()
+
+    def work(gate: threading.Event) -> None:
+        names.put("begun")
+        gate.wait(SOON)
+
+    for gate in gates:
+        spare(functools.partial(work, gate))
+    for _ in gates:
+        names.get(timeout=SOON)
+    for count, gate in enumerate(gates, 1):  # they are idle one after another
+        gate.set()
+        while len(spare._idle) < count:
+            time.sleep(0.001)
+    for _ in range(5):
+        spare(lambda: ran.put(threading.get_ident()))
+        last = ran.get(timeout=SOON)
+        while len(spare._idle) < len(gates):
+            time.sleep(0.001)
+        spare(lambda: ran.put(threading.get_ident()))
+        assert ran.get(timeout=SOON) == last
+        while len(spare._idle) < len(gates):
+            time.sleep(0.001)
+    spare._idle_timeout = 0.0
+    for _ in gates:  # each wakes a thread, which ends
+        spare(lambda: None)
 
 
 def test_an_idle_spare_thread_keeps_nothing_alive() -> None:
