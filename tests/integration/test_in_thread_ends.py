@@ -100,6 +100,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_block(tmp_path: Path) -> None:
     """It is raised as it was, once, and the world has ended."""
     done = subprocess.run(
@@ -128,6 +129,7 @@ def test_what_runs_when_the_block_is_left(tmp_path: Path) -> None:
     assert "after: the block of in_thread() was left" in done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_something_runs(tmp_path: Path) -> None:
     """It cancels what runs, and the world ends in order."""
     with subprocess.Popen(

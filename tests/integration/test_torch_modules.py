@@ -135,6 +135,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise("calls.torch_modules")
 def test_remote_modules(tmp_path: Path) -> None:
     """They arrive with their module's RRef, at workers that have not imported torch's class.
