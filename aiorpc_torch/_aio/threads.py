@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import os
 import queue
 import threading
 import time
@@ -210,11 +211,17 @@ class ThreadCache:
     def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
         self._name = name
         self._idle_timeout = idle_timeout
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._idle: list[queue.SimpleQueue[Task]] = []  # of the threads that wait for a task
         self._lock = threading.Lock()
 
     def __call__(self, task: Task) -> None:
         """Run a task, which must not raise, at once. Callable from any thread."""
+        if self._process != os.getpid():  # a fork has no threads, and perhaps a lock that is held
+            self._begin()
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         if idle is not None:

@@ -96,7 +96,8 @@ class PendingCalls(dict[int, ReplyReceiver]):
             if self._observed:
                 self._end(number, answer)
             if receiver.set_result(answer):
-                receiver.resume()
+                # The end of a block of `timeout` may call this, before it has seen to itself.
+                receiver.get_loop().call_soon(receiver.resume)
 
     def _add_item(self, key: Any, value: Any) -> bool:
         """Deliver an item of a stream; return whether the stream has ended."""
@@ -150,6 +151,8 @@ class PendingCalls(dict[int, ReplyReceiver]):
     def drop(self, number: int) -> bool:
         """Forget a call whose caller does not wait any more; return whether it was pending."""
         if (receiver := self.pop(number, None)) is None:
+            if self._loading.pop(number, None) is not None and self._observed:
+                self._end(number, asyncio.CancelledError())
             return False
         if self._observed:  # to leave a stream early is no failure
             is_stream = type(receiver) is StreamReader

@@ -82,5 +82,3 @@ class ExclusiveCreate(CallInTurn, CreateCall):
 
 class ExclusiveStream(CallInTurn, StreamCall):
     """A call of a generator. Its turn ends when the generator has ended."""
-
-    __slots__ = ("turn",)

@@ -116,8 +116,10 @@ class RemoteFailure:
 
 def copy_exception(exc: BaseException, doing: str) -> BaseException:
     """Return a copy of `exc`, caused by it: one for each caller of a shared failure."""
-    dumped = _dump(exc)
-    copy = None if dumped is None else _load(*dumped)
+    copy = None
+    if (dumped := _dump(exc)) is not None:
+        data, tensors, outside = dumped
+        copy = _load(data, [each.clone() for each in tensors], outside)
     if copy is None:
         copy = RemoteError(f"{doing} raised {_summary(exc)}")
     return _caused(copy, exc)

@@ -121,13 +121,7 @@ def pack(value: Any) -> PickledValue:
 
     Large tensors, arrays and bytes are not copied: they must not change until they are sent.
     """
-    packer = _ValuePickler(PickleParts())
-    try:
-        packer.dump(value)
-    except NotByName as exc:
-        packer.parts = PickleParts()
-        dump_by_value(value, packer.parts, packer.reduce, exc)
-    return packer.packed()
+    return _ValuePickler().pack(value)
 
 
 class SharedPickle:
@@ -138,9 +132,8 @@ class SharedPickle:
     """
 
     def __init__(self, value: Any) -> None:
-        packer = _SharedPickler(PickleParts())
-        packer.dump(value)
-        self._shared = packer.packed()
+        packer = _SharedPickler()
+        self._shared = packer.pack(value)
         self._shared.tensors = share(self._shared.tensors)
         self._without_graph = packer.without_graph
         self._slots = packer.slots
@@ -152,10 +145,9 @@ class SharedPickle:
         filled = [
             values[each.position] if type(each) is ValueSlot else each for each in self._slots
         ]
-        packer = _ValuePickler(PickleParts(self._shared.tensors))
+        packer = _ValuePickler(self._shared.tensors)
         packer.without_graph = self._without_graph
-        packer.dump(_Filled(self._shared, filled))
-        return packer.packed()
+        return packer.pack(_Filled(self._shared, filled))
 
 
 class ValueSlot(NamedTuple):
@@ -230,15 +222,25 @@ def unpack_or_defer(data: bytes, tensors: Sequence[Tensor], outside: Outside = N
 
 
 class _ValuePickler(pickle.Pickler):
-    def __init__(self, parts: PickleParts) -> None:
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self.parts = parts = PickleParts(tensors)
         super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
-        self.parts = parts
+        self._given = tensors
         self.without_graph: type[Tensor] | None = None  # class of a tensor that loses its graph
         self._rrefs: dict[int, Any] = {}  # sent by this pickle: each is forked once
 
-    def packed(self) -> PickledValue:
-        """Return what was pickled."""
+    def pack(self, value: Any) -> PickledValue:
+        """Pickle a value, once; by value if it has to be."""
+        try:
+            self.dump(value)
+        except NotByName as exc:
+            self.restart()
+            dump_by_value(value, self.parts, self.reduce, exc)
         return PickledValue(*self.parts.end(), self.without_graph)
+
+    def restart(self) -> None:
+        """Forget what was pickled."""
+        self.parts = PickleParts(self._given)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, NAMED):
@@ -279,15 +281,19 @@ class _ValuePickler(pickle.Pickler):
 
 
 class _SharedPickler(_ValuePickler):
-    def __init__(self, parts: PickleParts) -> None:
-        super().__init__(parts)
+    def __init__(self) -> None:
+        super().__init__()
         self.slots: list[Any] = []
 
-    def reducer_override(self, obj: Any) -> Any:
+    def restart(self) -> None:
+        super().restart()
+        self.slots = []
+
+    def reduce(self, obj: Any) -> Any:
         if isinstance(obj, RRefBase) or type(obj) is ValueSlot:
             self.slots.append(obj)
             return _value_slot, (len(self.slots) - 1,)
-        return super().reducer_override(obj)
+        return super().reduce(obj)
 
 
 class _ValueUnpickler(pickle.Unpickler):

@@ -261,3 +261,66 @@ async def test_an_item_is_sent_before_its_buffer_is_used_again(way: str) -> None
     shelf = remote(RRef(Shelf()))
     found = [(len(item), {*item.tolist()}) async for item in shelf.reused(LONG // 8, 6)]
     assert found == [(LONG // 8, {number}) for number in range(6)]
+
+
+@pytest.fixture
+async def loading(gate: threading.Event) -> Any:
+    """A call whose result is being loaded, and what the event loop has to complain of."""
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, found: problems.append(found))
+    async with aiorpc.local_world(0):
+        shelf = remote(RRef(Shelf()))
+        await shelf.get(torch.zeros(LONG // 4))
+        kept = RRef([Slow(os.urandom(LONG))])
+        yield lambda: call(0, taken, kept)
+        gate.set()
+        assert await shelf.get(1) == 1
+    assert problems == []
+
+
+def taken(kept: "RRef[list[Slow]]") -> list[Slow]:
+    return kept.local_value()
+
+
+async def test_a_block_that_ends_while_a_result_is_loaded(loading: Any) -> None:
+    """The call ends with CallTimeout, at the deadline."""
+    with pytest.raises(aiorpc.CallTimeout), aiorpc.timeout(0.2):
+        await loading()
+
+
+async def test_an_interceptor_of_a_call_that_is_cancelled_while_it_is_loaded(
+    loading: Any, gate: threading.Event
+) -> None:
+    """It is told once, and of the cancellation."""
+    told: list[Any] = []
+
+    class Watch(aiorpc.observe.Interceptor):
+        def on_call(self, _: Any) -> Any:
+            return told.append
+
+    stop = aiorpc.observe.intercept(Watch())
+    try:
+        calling = asyncio.ensure_future(loading())
+        await asyncio.to_thread(Slow.begun.wait, SOON)
+        calling.cancel()
+        await asyncio.wait([calling])
+    finally:
+        stop()
+    gate.set()
+    assert [type(each_) for each_ in told] == [asyncio.CancelledError]
+
+
+async def test_each_caller_of_a_batch_gets_an_exception_of_its_own(way: str) -> None:
+    """Also in the batch's own process: what one changes, no other sees."""
+
+    class Failing:
+        @batched(max_size=3, max_wait=0.05)
+        async def ask(self, numbers: list[int]) -> list[int]:
+            raise LookupError(np.zeros(LONG))
+
+    failing = Failing()
+    calls = [failing.ask(1) for _ in range(3)]
+    failures: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    for number, failure in enumerate(failures):
+        assert failure.args[0][0] == 0
+        failure.args[0][:] = number + 1

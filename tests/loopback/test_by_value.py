@@ -111,3 +111,23 @@ async def test_what_cannot_be_sent_by_value_loses_nothing() -> None:
     with pytest.raises(Failure, match="not this one"):
         await remote(RRef(Counter())).add([lambda: counter, held])
     assert await remote(counter).add() == 1
+
+
+@pytest.mark.usefixtures("world")
+async def test_members_of_a_group_get_what_travels_by_value() -> None:
+    """The same as one receiver, also beside RRefs and by `each`."""
+    counter = await create("main", Counter)
+    members = [RRef(Applied()) for _ in range(2)]
+    group = aiorpc.Group(members)
+    assert await remote(group).apply(lambda x: x + 1, counter) == [2, 2]
+    given = aiorpc.each([lambda x: x + 2, lambda x: x + 3])
+    assert await remote(group).apply(given, counter) == [3, 4]
+    assert [found async for found in group.map(Applied.run, [lambda: 5, lambda: 6])] == [5, 6]
+
+
+class Applied:
+    async def apply(self, function: Any, _: Any) -> Any:
+        return function(1)
+
+    async def run(self, function: Any) -> Any:
+        return function()

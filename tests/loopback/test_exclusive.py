@@ -502,3 +502,33 @@ async def test_two_loops_share_the_turns() -> None:
     assert await thread == [*range(20)]
     assert actor.most == 1
     assert sorted(actor.log) == [*range(40)]
+
+
+async def test_a_stream_that_does_not_get_its_turn() -> None:
+    """It ends alone: the connection, and other calls on it, go on."""
+    actor: Any = RRef(aiorpc.exclusive(Waiting)())
+    holding = asyncio.ensure_future(remote(actor).wait())
+    gate = actor.local_value().gate
+    await gate.entered()
+    for timeout in (1e-5, 1e-4, 1e-3, 1e-2):
+        with pytest.raises(aiorpc.CallTimeout):
+            async for _ in remote(actor, timeout=timeout).items():
+                pass
+        leaving = asyncio.ensure_future(anext(aiter(remote(actor).items())))
+        await asyncio.sleep(timeout)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    await gate.open()
+    assert await holding == 5
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    async def wait(self) -> int:
+        await self.gate.passed()
+        return 5
+
+    async def items(self) -> AsyncIterator[int]:
+        yield 1

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
 import queue
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -447,3 +449,25 @@ def test_a_spare_thread_that_ends_misses_no_task() -> None:
     assert sorted(done.get(timeout=30.0) for _ in range(300)) == [*range(300)]
     while any(thread.name == "spare" for thread in threading.enumerate()):
         time.sleep(0.001)
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    """Those of its parent are not there, idle or not."""
+    spare = ThreadCache("spare", idle_timeout=SOON)
+    done = threading.Event()
+    spare(done.set)
+    assert done.wait(SOON)
+    while not spare._idle:
+        time.sleep(0.001)
+    spare._lock.acquire()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, since 3.12
+        child = os.fork()
+    if not child:
+        ran = threading.Event()
+        spare(ran.set)
+        os._exit(0 if ran.wait(SOON) else 1)
+    spare._lock.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    spare._idle_timeout = 0.0
+    spare(lambda: None)
