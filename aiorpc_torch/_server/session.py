@@ -202,18 +202,20 @@ class Session(Channel):
                 self._handler.start_held_call(item)
 
     def _drop_held(self, item: Any) -> None:
-        """Answer a cancelled call that has not started, if torch awaits its reply."""
+        """End a cancelled call that was held back; torch awaits the reply of a payload."""
         if isinstance(item, Payload):
             _complete_reply(item.reply, ())
+        else:
+            self._handler.start_held_call(item)
 
     def _on_control(self, cancels: Sequence[int], grants: Sequence[tuple[int, int]]) -> int:
         for number in cancels:
             self._start_held(self.slots.drop(number))
-            if (held := self.slots.take(number)) is not None:  # waits for another payload
-                self._drop_held(held)
             self._results.release(number)
             if (call := self.calls.get(number)) is not None:
                 self._handler.cancel(call)
+            if (held := self.slots.take(number)) is not None:  # waits for another payload
+                self._drop_held(held)
         for number, credit in grants:
             call = self.calls.get(number)
             if call is not None:

@@ -324,3 +324,41 @@ async def test_each_caller_of_a_batch_gets_an_exception_of_its_own(way: str) -> 
     for number, failure in enumerate(failures):
         assert failure.args[0][0] == 0
         failure.args[0][:] = number + 1
+
+
+class Marked:
+    """Tells when it is unpickled."""
+
+    loaded = threading.Event()
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> Any:
+        return marked, (self.content,)
+
+
+def marked(content: bytes) -> Marked:
+    Marked.loaded.set()
+    return Marked(content)
+
+
+async def test_a_call_that_is_cancelled_behind_one_that_is_loaded(gate: threading.Event) -> None:
+    """Its own arguments have been loaded: it is answered, and does not run."""
+    Marked.loaded.clear()
+    async with aiorpc.local_world(0):
+        shelf, other = remote(RRef(Shelf())), remote(RRef(Shelf()))
+        await shelf.get(torch.zeros(LONG // 4))
+        first = asyncio.ensure_future(shelf.note(Slow(os.urandom(LONG))))
+        await asyncio.to_thread(Slow.begun.wait, SOON)
+        second = asyncio.ensure_future(shelf.note(Marked(os.urandom(LONG))))
+        await asyncio.to_thread(Marked.loaded.wait, SOON)
+        for _ in range(3):  # its loop knows that it is loaded
+            await other.get(1)
+        second.cancel()
+        await asyncio.wait([second])
+        await other.get(1)
+        gate.set()
+        await first
+        assert await shelf.noted() == [LONG]
+        assert (stats().running, stats().in_flight) == (0, 0)
