@@ -58,13 +58,12 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
         TimeoutError: from the block, if something else was interrupted.
     """
 
-    __slots__ = (*("_cancelling", "_due", "_handle", "_is_over", "_seconds", "_task", "_token"),)
+    __slots__ = ("_cancelling", "_due", "_handle", "_is_over", "_seconds", "_token")
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = checked_timeout(seconds)
         self._token: contextvars.Token[float | None] | None = None
-        self._due: _BlockDeadline | None = None  # while the block lasts, likewise the next two
-        self._task: asyncio.Task[Any] | None = None
+        self._due: _BlockDeadline | None = None  # while the block lasts, in a task
         self._handle: asyncio.Handle | None = None
         self._is_over = False
 
@@ -78,7 +77,7 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
         if self._seconds is not None and due is not None and due != math.inf:
             loop = asyncio._get_running_loop()
             if loop is not None and (task := asyncio.current_task(loop)) is not None:
-                self._task, self._cancelling = task, task.cancelling()
+                self._cancelling = task.cancelling()
                 self._due = due = _BlockDeadline(due)
                 due.task, due.call, due.is_void = task, None, False
                 due.enclosing = _deadline.get()
@@ -95,19 +94,19 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
         if left:
             self._handle = loop.call_soon(self._count_down, loop, left - 1)
             return
-        assert self._task is not None
+        assert self._due is not None
+        assert self._due.task is not None
         self._handle, self._is_over = None, True
-        self._task.cancel()
+        self._due.task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, exc: object, _: object) -> None:
         assert self._token is not None
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        task, self._task = self._task, None
-        due, self._due = self._due, None
+        task, due, self._due = None, self._due, None
         if due is not None:  # tasks that were created inside keep the deadline, and not this task
-            due.task = None
+            task, due.task = due.task, None
         try:
             _deadline.reset(self._token)
         except ValueError:  # entered in another context, as a generator that is left by `break`
