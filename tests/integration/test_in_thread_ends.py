@@ -100,16 +100,21 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_an_exception_of_the_block(tmp_path: Path) -> None:
-    """It is raised as it was, once, and the world has ended."""
-    done = subprocess.run(
-        [sys.executable, str(program(tmp_path)), "raise"],
+def ended(tmp_path: Path, how: str) -> "subprocess.CompletedProcess[str]":
+    """Run the program to its end."""
+    return subprocess.run(
+        [sys.executable, str(program(tmp_path)), how],
         capture_output=True,
         text=True,
         timeout=LONG,
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_an_exception_of_the_block(tmp_path: Path) -> None:
+    """It is raised as it was, once, and the world has ended."""
+    done = ended(tmp_path, "raise")
     assert done.returncode == 1
     assert done.stderr.count("LookupError: of the block") == 1
 
@@ -117,13 +122,7 @@ def test_an_exception_of_the_block(tmp_path: Path) -> None:
 @pytest.mark.promise("worlds.in_thread")
 def test_what_runs_when_the_block_is_left(tmp_path: Path) -> None:
     """Calls of other threads end, and later ones raise."""
-    done = subprocess.run(
-        [sys.executable, str(program(tmp_path)), "outlived"],
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-        check=False,
-    )
+    done = ended(tmp_path, "outlived")
     assert done.returncode == 0, done.stderr
     assert any(f"thread: {kind}" in done.stdout for kind in ("NotInWorld", "WorkerLeft"))
     assert "after: the block of in_thread() was left" in done.stdout
@@ -195,13 +194,7 @@ def test_what_is_run_while_the_block_is_left() -> None:
 
 def test_ctrl_c_while_the_block_is_left(tmp_path: Path) -> None:
     """It ends the wait for the end of the world, which is left in no thread."""
-    done = subprocess.run(
-        [sys.executable, str(program(tmp_path)), "leaving"],
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-        check=False,
-    )
+    done = ended(tmp_path, "leaving")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["KeyboardInterrupt", "[]", "again"]
 
