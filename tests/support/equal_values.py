@@ -15,7 +15,10 @@ def are_equal(one: Any, other: Any) -> bool:
         same_flags = all(getattr(one.flags, each) == getattr(other.flags, each) for each in flags)
         is_packed = other.flags.c_contiguous or other.flags.f_contiguous
         same = one.dtype == other.dtype and one.shape == other.shape
-        if one.dtype.hasobject or isinstance(one, np.ma.MaskedArray):
+        if isinstance(one, np.ma.MaskedArray):  # `==` of what is masked is masked
+            masks = np.ma.getmaskarray(one), np.ma.getmaskarray(other)
+            return same and np.array_equal(*masks) and np.array_equal(one.data, other.data)
+        if one.dtype.hasobject:
             return same and bool(np.all(one == other))
         return same and (same_flags or not is_packed) and one.tobytes() == other.tobytes()
     if isinstance(one, torch.Tensor):
