@@ -35,8 +35,7 @@ Names with a leading underscore are private.
 #     _client     calls out: connection pool, connections, pending calls, streams in
 #     _server     calls in: sessions, dispatch, executor, streams out
 #     _protocol   names, exclusive objects, recorded calls, entry points for torch RPC
-#     _sockets    tensors between hosts, on sockets of their own
-#     _shm        segments in shared memory
+#     _carrier    large tensors: in shared memory, or on sockets of their own
 #     _wire       what travels: frames, codec, state machines of both ends, handshake
 #     _torch      the adapter to torch.distributed.rpc and to private interfaces
 #     _port       one TCP port of a worker, and TLS on it

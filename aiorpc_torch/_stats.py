@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from ._batching.stats import BatchStats, batch_stats
+from ._carrier.segment_store import segment_counts
 from ._client import pool
 from ._protocol import endpoints
 from ._protocol.runtime import mark_runs_on_loop
-from ._shm.segment_store import segment_counts
 
 
 @dataclass(frozen=True, slots=True)

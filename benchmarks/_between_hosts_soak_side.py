@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, GroupError, RpcError, RRef, WorkerLost, call, create, remote
-from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
+from aiorpc_torch._carrier import socket_threads, tensor_sockets
+from aiorpc_torch._carrier.memory import receive_memory_of
 
 from . import _shared_memory_shelf as shelf
 from ._process import mapped_segments, open_descriptors, swept_memory
@@ -33,7 +34,7 @@ PATIENCE = 240.0  # seconds for a round
 REST = 60.0  # seconds until which threads and memory have to be gone
 
 shelf.LARGEST = 16 << 20
-socket_link.IDLE_SECONDS = 2.0
+tensor_sockets.IDLE_SECONDS = 2.0
 socket_threads.SILENCE = 6.0
 
 
@@ -61,7 +62,7 @@ async def sample() -> Sample:
     memory, stats = swept_memory(), aiorpc.observe.stats()
     names = [each.name for each in threading.enumerate()]
     threads = sum(each in ("aiorpc-send", "aiorpc-receive") for each in names)
-    received = receive_memory.memory_of(asyncio.get_running_loop())._pool.total
+    received = receive_memory_of(asyncio.get_running_loop()).pool.total
     pending = stats.in_flight + stats.running
     return Sample(memory, open_descriptors(), threads, received, mapped_segments(), pending)
 

@@ -34,24 +34,16 @@ class EntryQueue(Generic[T]):
         """Add an item, from any thread. Drop the item if the loop is closed."""
         self._items.append(item)
         loop = self._loop()
-        if loop is None or loop.is_closed():  # it may be closed with a drain scheduled
-            self._items.clear()
-            return
-        # Two threads may both schedule a drain: the second one finds nothing, which is harmless.
-        # `_drain` clears the flag before it looks, so no item is left without a drain.
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._schedule()
-
-    def _schedule(self) -> None:
-        loop = self._loop()
         try:
-            if loop is not None:
+            if loop is None or loop.is_closed():  # it may be closed with a drain scheduled
+                self._items.clear()
+            # Two threads may both schedule a drain: the second one finds nothing, which is
+            # harmless. `_drain` clears the flag before it looks: no item is left without a drain.
+            elif not self._is_scheduled:
+                self._is_scheduled = True
                 loop.call_soon_threadsafe(self._drain)
-                return
-        except RuntimeError:  # the loop is closed
-            pass
-        self._items.clear()
+        except RuntimeError:  # it was closed meanwhile
+            self._items.clear()
 
     def _drain(self) -> None:
         self._is_scheduled = False
@@ -59,6 +51,6 @@ class EntryQueue(Generic[T]):
             for _ in range(min(len(self._items), MAX_PER_ITERATION)):
                 self._handle(self._items.popleft())
         finally:  # the loop reports what `handle` raises; the other items are still handled
-            if self._items and not self._is_scheduled:
+            if self._items and not self._is_scheduled and (loop := self._loop()) is not None:
                 self._is_scheduled = True
-                self._schedule()
+                loop.call_soon(self._drain)

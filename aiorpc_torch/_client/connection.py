@@ -21,12 +21,12 @@ import torch
 
 from .._aio.deadlines import in_seconds
 from .._aio.tasks import InlineFuture, resume_all
+from .._carrier.choice import Carriers
 from .._protocol import propagation
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.interception import TRACER, CallInfo, Kind, begin_call, is_needed
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import RecordedCall, record_for_call
-from .._protocol.tensor_links import TensorLinks
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.switches import warn_of_autocast
@@ -36,8 +36,6 @@ from .._wire.frames import (
     CALLS,
     RESULTS,
     RETIRE,
-    SHARED,
-    TRANSFERRED,
     frame,
 )
 from .._wire.handshake import Party, number_for
@@ -101,10 +99,10 @@ class Connection(Channel):
         self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
         window = FlowWindow()
         self._pending = PendingCalls(window, self.release_held)
-        self._links = TensorLinks(self, self._loop, self._dial)
-        self._transfers = TorchTransfers(peer, self._key, self._pending, self._links, self)
+        self._carriers = Carriers(self, self._loop, self._on_carrier, self._dial)
+        self._transfers = TorchTransfers(peer, self._key, self._pending, self._carriers, self)
         self._pending.collect = self._transfers.collect
-        ways = self._links, self._transfers
+        ways = self._carriers, self._transfers
         self._sender = CallSender(
             self, peer.name, self._loop, self._pending, window, *ways, self._fail
         )
@@ -150,7 +148,7 @@ class Connection(Channel):
     def has_work(self) -> bool:
         """Return whether a call is pending or unsent, or the peer still needs its tensors."""
         state = self._state
-        return bool(self._pending or state.window or len(state) or self._links.has_work())
+        return bool(self._pending or state.window or len(state) or self._carriers.has_work())
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""
@@ -161,8 +159,8 @@ class Connection(Channel):
             "messages": self._sender.messages + self._lone_calls,
             "bytes_sent": self._sender.bytes + self._lone_bytes,
             "late": self._pending.late,
-            "shared_messages": self._links.segments.sent,
-            "socket_messages": self._links.sockets.sent,
+            "shared_messages": self._carriers.shared.sent,
+            "socket_messages": self._carriers.sockets.sent,
         }
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +218,7 @@ class Connection(Channel):
         """Cancel a call: its caller does not wait any more."""
         if self._pending.drop(number) and not self._loop.is_closed():
             self._state.cancel(number)
-            self._links.sockets.drop_cancelled()
+            self._carriers.drop_cancelled()
             self.flush_soon()
 
     def expire(self, number: int, seconds: float, target: Target) -> None:
@@ -231,7 +229,7 @@ class Connection(Channel):
             was_sent = self._state.cancel(number)
             error = self._late(seconds, target, was_sent=was_sent)
             self._pending.fail((number,), error)
-            self._links.sockets.drop_cancelled()
+            self._carriers.drop_cancelled()
             self.flush_soon()
         else:
             late = CallAborted(self._late(seconds, target, was_sent=True))
@@ -311,7 +309,7 @@ class Connection(Channel):
         self._stop_holding()
         self.start(transport)
         self._state.is_paused = False
-        self._links.offer()
+        self._carriers.offer()
         self.flush()
         if received:
             self.feed(received)
@@ -357,23 +355,20 @@ class Connection(Channel):
         if kind == RESULTS:
             self._pending.deliver(outcomes := decode_reply(data))
             return len(outcomes)
-        if kind in (SHARED, TRANSFERRED):
-            self._pending.deliver(decode_reply(*self._links.read(kind, data)))
+        if (read := self._carriers.read.get(kind)) is not None:
+            self._pending.deliver(decode_reply(*read(data)))
             return 1
-        if kind in TensorLinks.NEWS:
-            self._on_tensor_news(kind, data)
+        if (handle := self._carriers.news.get(kind)) is not None:
+            handle(data)
             return 0
         if kind == RETIRE:
             self._retire()
             return 0
         return super().on_frame(kind, data)
 
-    def _on_tensor_news(self, kind: int, data: bytes) -> None:
-        """Handle what the peer tells of tensors. Once a way is open, results use it, too."""
-        could_send = self._links.can_send
-        self._links.on_frame(kind, data)
-        if self._links.can_send and not could_send:
-            self._transfers.large_results.clear()
+    def _on_carrier(self) -> None:
+        """Let large results come by the carrier, too."""
+        self._transfers.large_results.clear()
 
     def release_held(self, number: int) -> None:
         """Let the callee release what it holds of a call: nothing will collect it."""
@@ -466,7 +461,7 @@ class Connection(Channel):
         self._state.cancels += sent
         self._pending.fail(sent, error)
         self._pending.fail([*self._pending], error, were_sent=False)
-        self._links.sockets.drop_cancelled()
+        self._carriers.drop_cancelled()
         self.flush_soon()
         for each in [*self._recorded_calls] if recorded else ():
             each.failed(error)
@@ -496,10 +491,10 @@ class Connection(Channel):
 
     def on_loop_closed(self) -> None:
         """End the threads, which would keep this connection alive. From another loop."""
-        self._links.close()
+        self._carriers.close()
 
     def on_end(self, error: Exception | None) -> None:
-        self._links.close()
+        self._carriers.close()
         if error is not None and self._error is None:
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:

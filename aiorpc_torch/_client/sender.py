@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .._protocol.tensor_links import TensorLinks
+from .._carrier.carrier import Carrier
+from .._carrier.choice import Carriers
+from .._wire.blocks import ReadyMessage
 from .._wire.connection_state import FlowWindow, SendState
 from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
-from .._wire.shared_tensors import ReadyMessage
 from .._wire.tensor_table import TensorTable
 from ..errors import RpcError
 from .call_encoder import slot_key
@@ -58,7 +59,7 @@ class CallSender:
         peer: name of the callee.
         pending: its calls that wait for a reply.
         window: those that were sent.
-        links: its ways for large CPU tensors.
+        carriers: carry large CPU tensors.
         by_torch: its transfers by torch RPC.
         fail: ends the calls of these numbers with an error.
 
@@ -75,7 +76,7 @@ class CallSender:
         loop: asyncio.AbstractEventLoop,
         pending: PendingCalls,
         window: FlowWindow,
-        links: TensorLinks,
+        carriers: Carriers,
         by_torch: ByTorch,
         fail: Callable[[Sequence[int], RpcError], None],
     ) -> None:
@@ -85,9 +86,10 @@ class CallSender:
         self._peer = peer
         self._loop = loop
         self._pending = pending
-        self._links = links
+        self._carriers = carriers
         self._by_torch = by_torch
         self._fail = fail
+        self._is_flushing = False
         self._trickle_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -96,12 +98,19 @@ class CallSender:
     def flush(self) -> None:
         """Send what may be sent now."""
         state = self.state
-        if (controls := state.controls()) is not None:  # before later calls
-            self._write(CONTROL, dump(controls))
+        if state.cancels or state.credits:  # before later calls
+            self._write(CONTROL, dump(state.controls()))
         # A transport that has failed would drop them; here they are known to be unsent.
-        while self._wire.can_write and (calls := state.take()):
-            self._send(calls)
-        if len(state) and self._trickle_timer is None and not state.is_paused:
+        self._is_flushing = True
+        try:
+            while self._wire.can_write and (calls := state.take()):
+                if calls[0].is_large:
+                    self._send_large(calls[0])
+                else:
+                    self._send(calls)
+        finally:
+            self._is_flushing = False
+        if state.has_unsent() and self._trickle_timer is None and not state.is_paused:
             window = state.window
             self._trickle_timer = self._loop.call_later(
                 window.trickle_interval, self._trickle, window.answers
@@ -128,10 +137,6 @@ class CallSender:
 
     def _send(self, calls: Sequence[EncodedCall]) -> None:
         """Send calls in one frame."""
-        first = calls[0]
-        if first.is_large:
-            self._send_large(first)
-            return
         try:
             data = frame(CALLS, dump(encode_calls(calls, time.monotonic(), TensorTable())))
         except Exception as exc:  # out of memory, for one; nothing was sent
@@ -146,17 +151,18 @@ class CallSender:
     def _send_large(self, call: EncodedCall) -> None:
         """Send a call whose tensors were sent, or begin to send them; else send it by torch."""
         if call.shared is not None:
-            self.count(call.shared.size + call.size)
+            self.messages += 1
+            self.bytes += call.shared.size + call.size
             call.shared.send()
         elif call.by_torch:
             self._write(SLOT, dump((call.number, self._object_of(call))))
             self._by_torch.send_payload(call)
-        elif not (self._links.can_send and self._copy(call)):
+        elif (carrier := self._carriers.chosen) is None or not self._copy(call, carrier):
             call.by_torch = True
             if not self.state.must_wait(call):
                 self._send_large(call)
 
-    def _copy(self, call: EncodedCall) -> bool:
+    def _copy(self, call: EncodedCall, carrier: Carrier) -> bool:
         """Begin to send the tensors of a call; return False if it has to be sent otherwise."""
         self.state.begin_copy(call)
         tensors = TensorTable()
@@ -164,7 +170,7 @@ class CallSender:
             data = dump(encode_calls((call,), time.monotonic(), tensors))
             is_pending = functools.partial(self._pending.__contains__, call.number)
             then = functools.partial(self._on_copied, call)
-            if self._links.send(data, tensors, then, is_pending):
+            if carrier.send(data, tensors, then, is_pending):
                 return True
         except Exception as exc:  # no memory, for one
             log.debug("the tensors of a call cannot be sent: %r", exc)
@@ -174,8 +180,8 @@ class CallSender:
     def _on_copied(self, call: EncodedCall, message: ReadyMessage | None) -> None:
         """Send a call whose tensors the peer can reach, after those before it."""
         call.shared, call.by_torch = message, message is None
-        if self.state.end_copy(call):
-            self._wire.flush_soon()  # not at once: a small copy ends inside `flush()`
+        if self.state.end_copy(call) and not self._is_flushing:  # a small copy ends inside
+            self._wire.flush()
 
     def _object_of(self, call: EncodedCall) -> Any:
         return slot_key(self._pending[call.number].source)

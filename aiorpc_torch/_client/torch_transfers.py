@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
+from .._carrier.choice import Carriers
 from .._protocol import endpoints
 from .._protocol.recording import RecordedCall
-from .._protocol.tensor_links import TensorLinks
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
+from .._wire.blocks import can_place
 from .._wire.messages import (
     EncodedCall,
     dump_payload,
@@ -26,7 +27,6 @@ from .._wire.messages import (
 from .._wire.payloads import message_for_torch
 from .._wire.pickling import CallAborted
 from .._wire.plain import dump
-from .._wire.shared_tensors import can_share
 from .._wire.tensor_table import TensorTable
 from .._wire.tensors import size_of
 from .._wire.wire_targets import EncodedTarget
@@ -64,7 +64,7 @@ class TorchTransfers:
         peer: the process that runs the calls.
         key: the key of the connection's session at the peer.
         pending: the calls of the connection that wait for a reply.
-        links: other ways of the connection, which may take what torch RPC has carried.
+        carriers: may take what torch RPC has carried.
         owner: is told what came of each transfer.
     """
 
@@ -73,13 +73,13 @@ class TorchTransfers:
         peer: WorkerInfo,
         key: tuple[str, int, int],
         pending: PendingCalls,
-        links: TensorLinks,
+        carriers: Carriers,
         owner: Owner,
     ) -> None:
         self._peer = peer
         self._key = key
         self._pending = pending
-        self._links = links
+        self._carriers = carriers
         self._owner = owner
         self.large_results: set[EncodedTarget] = set()
         """Targets whose last result was large: the next call goes by torch both ways."""
@@ -132,7 +132,8 @@ class TorchTransfers:
 
     def _travels_otherwise(self, results: Any) -> bool:
         """Return whether the next results like these need no message of torch RPC."""
-        return is_inline(results) or (self._links.can_send and all(map(can_share, results[1])))
+        is_carried = self._carriers.chosen is not None
+        return is_inline(results) or (is_carried and all(map(can_place, results[1])))
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
 

@@ -10,13 +10,14 @@ import logging
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any, Protocol
 
-from .._protocol.tensor_links import TensorLinks
+from .._carrier.carrier import Carrier
+from .._carrier.choice import Carriers
+from .._wire.blocks import ReadyMessage
 from .._wire.columns import FAILED, HELD, PLAIN, cell_bytes, cell_tensors
 from .._wire.connection_state import ReplyState
 from .._wire.exceptions import RemoteFailure
 from .._wire.frames import MAX_FRAME, RESULTS, frame
 from .._wire.messages import EncodedResult, encode_reply
-from .._wire.shared_tensors import ReadyMessage
 from .._wire.slots import Slots
 from .._wire.tensors import INLINE_BYTES
 
@@ -50,7 +51,7 @@ class ResultSender:
     Args:
         wire: the session.
         caller: name of the worker that gets the results.
-        links: its ways for large CPU tensors.
+        carriers: carry large CPU tensors.
         calls: the calls that run.
 
     Attributes:
@@ -58,11 +59,11 @@ class ResultSender:
         replies: the results that wait for their frame.
     """
 
-    def __init__(self, wire: ResultWire, caller: str, links: TensorLinks, calls: Sized) -> None:
+    def __init__(self, wire: ResultWire, caller: str, carriers: Carriers, calls: Sized) -> None:
         self.held: dict[Any, tuple[EncodedResult, int]] = {}
         self._wire = wire
         self._caller = caller
-        self._links = links
+        self._carriers = carriers
         self._calls = calls
         self.replies = ReplyState()
         self._copies: Slots[Any] = Slots()  # results whose tensors are being sent
@@ -82,7 +83,8 @@ class ResultSender:
         key, kind, content = result
         size = cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
-            if self._links.can_send and self._copy(result, size):
+            carrier = self._carriers.chosen
+            if carrier is not None and self._copy(result, size, carrier):
                 return
             result, size = self._hold(result, size), 0
         if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
@@ -107,7 +109,7 @@ class ResultSender:
                 self.held.pop(key, None)
         if number in self._copying.values():
             self._copying = {copy: call for copy, call in self._copying.items() if call != number}
-            self._links.sockets.drop_cancelled()
+            self._carriers.drop_cancelled()
 
     def close(self) -> None:
         """Release everything."""
@@ -128,14 +130,14 @@ class ResultSender:
 
     # ── tensors apart ───────────────────────────────────────────────────────────────────────────
 
-    def _copy(self, result: EncodedResult, size: int) -> bool:
+    def _copy(self, result: EncodedResult, size: int, carrier: Carrier) -> bool:
         """Begin to send the tensors of a result; return False if they are sent otherwise."""
         key, copy = result[0], next(self._copy_numbers)
-        self._copying[copy] = _call_of(key)
+        self._copying[copy] = key[0] if isinstance(key, tuple) else key
         self._copies.open(copy, key[0] if isinstance(key, tuple) else (key,))
         try:
             then = functools.partial(self._on_copied, copy, result, size)
-            if self._links.send(*encode_reply((result,)), then, lambda: copy in self._copying):
+            if carrier.send(*encode_reply((result,)), then, lambda: copy in self._copying):
                 return True
         except Exception as exc:  # no memory, for one: torch's reply says so
             log.debug("the tensors of a result cannot be sent: %r", exc)
@@ -160,7 +162,8 @@ class ResultSender:
         """Queue results with their sizes. Those whose tensors were sent follow what is queued."""
         for item in items:
             if isinstance(item, ReadyMessage):
-                self._wire.flush()
+                if self.replies.results:
+                    self._wire.flush()
                 item.send()
             else:
                 self._queue(*item)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .._carrier.choice import Carriers
 from .._protocol.channel import Channel, channel_repr
-from .._protocol.tensor_links import TensorLinks
 from .._torch import devices
 from .._torch.rrefs import RRefId
 from .._wire.columns import FAILED, CellKind
@@ -28,9 +28,7 @@ from .._wire.frames import (
     CONTROL,
     RESULTS,
     RETIRE,
-    SHARED,
     SLOT,
-    TRANSFERRED,
     frame,
 )
 from .._wire.handshake import Party
@@ -131,8 +129,8 @@ class Session(Channel):
         self._call_on_loop = call_on_loop
         self._mapped = mapped
         self._loop_thread = get_ident()
-        self._links = TensorLinks(self, self._loop)
-        self._results = ResultSender(self, caller.name, self._links, self.calls)
+        self._carriers = Carriers(self, self._loop)
+        self._results = ResultSender(self, caller.name, self._carriers, self.calls)
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -155,11 +153,11 @@ class Session(Channel):
             number, key = _read_slot(data)
             self._start_held(self.slots.open(number, key))
             return 1
-        if kind in (SHARED, TRANSFERRED):
-            data, tensors = self._links.read(kind, data)
+        if (read := self._carriers.read.get(kind)) is not None:
+            data, tensors = read(data)
             return self._handler.start_calls(self, load_calls(data), tensors)
-        if kind in TensorLinks.NEWS:
-            self._links.on_frame(kind, data)
+        if (handle := self._carriers.news.get(kind)) is not None:
+            handle(data)
             return 0
         if kind == RETIRE:
             self.retired.set()
@@ -290,11 +288,11 @@ class Session(Channel):
 
     def has_work(self) -> bool:
         """Return whether a call is running or on its way, or a result waits to be collected."""
-        return bool(self.calls or self.slots or self._results.held or self._links.has_work())
+        return bool(self.calls or self.slots or self._results.held or self._carriers.has_work())
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket for tensors."""
-        self._links.sockets.add_socket(purpose, sock)
+        self._carriers.add_socket(purpose, sock)
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
@@ -312,7 +310,7 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
-        self._links.close()
+        self._carriers.close()
         self._results.close()
         self.events.clear()
         if not self._received_close:

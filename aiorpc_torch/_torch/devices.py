@@ -90,7 +90,9 @@ def _all(names: Iterable[str]) -> frozenset[torch.device]:
 def check_sendable(tensors: Iterable[Tensor], mapped: Collection[torch.device], peer: str) -> None:
     """Raise ValueError for a tensor that torch would not send to `peer`, or not correctly."""
     found = [*tensors]
-    for device in {tensor.device for tensor in found} - _CPU:
+    for tensor in found:
+        if (device := tensor.device) == _CPU:
+            continue
         refuse_sparse(found)
         if device not in mapped:
             raise ValueError(
@@ -100,7 +102,7 @@ def check_sendable(tensors: Iterable[Tensor], mapped: Collection[torch.device], 
             )
 
 
-_CPU = {torch.device("cpu")}
+_CPU = torch.device("cpu")
 
 
 def refuse_sparse(tensors: Iterable[Tensor]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from .._torch.sendable import COMPRESSED, clone
+from .blocks import share
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack_or_defer
 from .plain import MAX_INT, MIN_INT, is_wire_text
-from .shared_tensors import share
 from .tensor_table import TensorTable
 from .tensors import (
     INLINE_BYTES,

@@ -128,7 +128,8 @@ class SendState(Generic[C]):
         self._drop = drop
         self._object_of = object_of
         self._copies: Slots[C] = Slots()
-        self._next: deque[C] = deque()  # calls that have waited for a copy
+        # Calls that have waited for a copy; none that has begun since holds them back.
+        self._next: deque[C] = deque()
         self._unsent: set[int] = set()  # in the window: calls that are copied, or wait for a copy
 
     def __repr__(self) -> str:
@@ -138,6 +139,10 @@ class SendState(Generic[C]):
     def __len__(self) -> int:
         """Return the number of calls that are not sent yet."""
         return len(self.queue) + len(self._next) + len(self._copies)
+
+    def has_unsent(self) -> bool:
+        """Return whether a call is not sent yet."""
+        return bool(self.queue or self._next or self._copies.queues)
 
     def may_send_alone(self) -> bool:
         """Return whether a call may skip the queue: all others are answered, none will follow."""
@@ -156,7 +161,7 @@ class SendState(Generic[C]):
         """Return whether the peer must be told that this call was cancelled."""
         if number in self._unsent:
             self._unsent.remove(number)
-            self._follow(self._copies.drop(number))
+            self._next += self._copies.drop(number)
             self.window.answered((number,))
         elif number in self.window:
             self.cancels.append(number)
@@ -183,7 +188,7 @@ class SendState(Generic[C]):
                     break
                 must_admit = False
                 self.window.sent(call.number, call.size)
-                if self._waits_for_copy(call):
+                if self._copies.queues and self._waits_for_copy(call):
                     queue.popleft()
                     continue
             self._unsent.discard(call.number)
@@ -196,7 +201,7 @@ class SendState(Generic[C]):
     def _waits_for_copy(self, call: C) -> bool:
         """Return whether a call waits for copies; one whose own tensors are copied does not."""
         is_copied = call.is_large and not call.by_torch
-        return bool(self._copies.queues) and not is_copied and self.must_wait(call)
+        return not is_copied and self.must_wait(call)
 
     # ── while the tensors of a call are copied ──────────────────────────────────────────────────
 
@@ -207,14 +212,14 @@ class SendState(Generic[C]):
 
     def end_copy(self, call: C) -> bool:
         """Queue a copied call again, to be sent; return False if it was cancelled meanwhile."""
-        if call.number not in self._copies:
+        if call.number not in self._copies.unfilled:
             return False
-        self._follow(self._copies.fill(call.number, call) or ())
+        self._next += self._copies.fill(call.number, call) or ()
         return True
 
     def stop_copy(self, call: C) -> None:
         """Note that a call cannot be copied: calls behind it wait for it no more."""
-        self._follow(self._copies.drop(call.number))
+        self._next += self._copies.drop(call.number)
 
     def must_wait(self, call: C) -> bool:
         """Return whether a call waits for the copies before it; it is queued again after them."""
@@ -223,10 +228,6 @@ class SendState(Generic[C]):
             return False
         self._unsent.add(call.number)
         return True
-
-    def _follow(self, calls: Sequence[C]) -> None:
-        """Send these next: no copy that has begun since holds them back."""
-        self._next.extend(calls)
 
     def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Return and forget the cancellations and credit to send, None if there are none."""

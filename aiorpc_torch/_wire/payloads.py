@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._torch.cuda import sendable
+from .._torch.sendable import check_tensor
+from .blocks import compact
 from .buffers import memory_of, tensor_of
-from .shared_tensors import compact
 
 _ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
 
@@ -17,8 +18,10 @@ def message_for_torch(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, li
     Call it on the streams from which the tensors are sent: some may have to be copied.
 
     Raises:
-        ValueError: if torch cannot send these tensors together.
+        ValueError: if torch cannot send one of the tensors any more, or these together.
     """
+    for each in tensors:
+        check_tensor(each)
     data, tensors = attach_data(data, tensors)
     return data, sendable([*map(compact, tensors)])
 

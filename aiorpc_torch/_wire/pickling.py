@@ -26,6 +26,7 @@ from .._torch.devices import check_sendable
 from .._torch.modules import reduce_module
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
+from .blocks import share
 from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
 from .by_value import (
     NAMED,
@@ -36,7 +37,6 @@ from .by_value import (
     refuse_by_value,
 )
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
-from .shared_tensors import share
 from .tensors import (
     TensorKind,
     compact_at_call,

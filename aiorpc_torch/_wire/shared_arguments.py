@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from .ancestry import BatchId
+from .blocks import share
 from .columns import PACKED, PLAIN, TENSOR, CellKind, cell_bytes, direct_cell
 from .messages import Arguments, EncodedCall, HeadCache
 from .pickling import PickledValue, SharedPickle, ValueSlot
 from .plain import are_plain_names
-from .shared_tensors import share
 from .wire_targets import EncodedTarget
 
 

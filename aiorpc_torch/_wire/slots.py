@@ -36,16 +36,17 @@ class Slots(Generic[T]):
 
     Attributes:
         queues: queues of calls by object; empty if no call is held back.
+        unfilled: the open slots, by the number of their call. To be read only.
     """
 
     def __init__(self) -> None:
         self.queues: dict[Hashable, deque[_Entry[T]]] = {}
-        self._open: dict[int, _Entry[T]] = {}
+        self.unfilled: dict[int, _Entry[T]] = {}
         self._early: dict[int, T] = {}
         self._closed: dict[int, None] = {}  # the latest numbers whose slot was dropped or filled
 
     def __repr__(self) -> str:
-        return f"<Slots {len(self._open)} open, {len(self._early)} payloads early>"
+        return f"<Slots {len(self.unfilled)} open, {len(self._early)} payloads early>"
 
     def __len__(self) -> int:
         """Return the number of open slots, and of calls held back behind them. In any thread."""
@@ -53,7 +54,7 @@ class Slots(Generic[T]):
 
     def __contains__(self, number: object) -> bool:
         """Return whether the slot of a call is open."""
-        return number in self._open
+        return number in self.unfilled
 
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
@@ -61,7 +62,7 @@ class Slots(Generic[T]):
         if item is not None:
             self._remember(number)
             return [item] if self.admit(key, item, number) else []
-        entry = self._open[number] = _Entry[T](number, key)
+        entry = self.unfilled[number] = _Entry[T](number, key)
         behind = UNKNOWN_OBJECT if UNKNOWN_OBJECT in self.queues else key
         self.queues.setdefault(behind, deque()).append(entry)
         return []
@@ -81,7 +82,12 @@ class Slots(Generic[T]):
         filled before: it is one of the latest `MAX_CLOSED`, as slots don't come in the order of
         their numbers.
         """
-        if (entry := self._close(number)) is not None:
+        if (entry := self.unfilled.pop(number, None)) is not None:
+            self._remember(number)
+            queue = self.queues.get(entry.key)
+            if queue is not None and len(queue) == 1 and queue[0] is entry:  # the common case
+                del self.queues[entry.key]
+                return [item]
             entry.item = item
             return self._advance(entry.key)
         if number in self._closed or number in self._early:
@@ -91,9 +97,10 @@ class Slots(Generic[T]):
 
     def drop(self, number: int) -> list[T]:
         """Close the slot of a cancelled call; return the items to start now."""
-        entry = self._close(number)
+        entry = self.unfilled.pop(number, None)
         if entry is None:
             return []
+        self._remember(number)
         queue = self.queues.get(entry.key)
         if queue is not None and entry in queue:
             queue.remove(entry)
@@ -112,7 +119,7 @@ class Slots(Generic[T]):
 
     def numbers(self) -> list[int]:
         """Return the numbers of the open slots."""
-        return [*self._open]
+        return [*self.unfilled]
 
     def held(self) -> list[T]:
         """Return the items that are held back."""
@@ -123,15 +130,9 @@ class Slots(Generic[T]):
         """Clear the slots; return the items that have not started."""
         left = [*self.held(), *self._early.values()]
         self.queues.clear()
-        self._open.clear()
+        self.unfilled.clear()
         self._early.clear()
         return left
-
-    def _close(self, number: int) -> _Entry[T] | None:
-        """Remove and return an open slot, and remember its number."""
-        if (entry := self._open.pop(number, None)) is not None:
-            self._remember(number)
-        return entry
 
     def _remember(self, number: int) -> None:
         if len(self._closed) >= MAX_CLOSED:

@@ -22,13 +22,13 @@ class TensorTable(list[Tensor]):
         """Add the tensors of one call or one result.
 
         Raises:
-            ValueError: if one cannot be sent any more: its storage was freed since it was encoded.
+            ValueError: if one cannot be copied: its storage was freed since it was encoded.
         """
         own = set()
         for tensor in tensors:
-            check_tensor(tensor)
             storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
             if storage in self._storages:
+                check_tensor(tensor)
                 self.append(copy_of(tensor))
                 continue
             self.append(tensor)

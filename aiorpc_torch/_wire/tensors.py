@@ -92,7 +92,7 @@ def _bytes_of_one(kind: TensorKind | str) -> int:
     if isinstance(kind, str):
         raise ValueError(f"bytes in a column of kind {kind}")
     dtype, shape, strides = kind
-    if dtype not in _NAMES:
+    if dtype not in DTYPE_NAMES:
         raise ValueError(f"bytes are not tensors of {dtype}")
     count = math.prod(shape)
     if strides and not _are_inside(shape, strides, count):
@@ -129,17 +129,13 @@ _DTYPES = {
     # (seen with torch 2.15, tests/loopback/test_fuzz.py).
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The name of each dtype in messages; none for quantised ones."""
 
 
 def wire_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype that `small_tensor` takes."""
-    return _NAMES[dtype]
-
-
-def name_of_dtype(dtype: torch.dtype) -> str | None:
-    """Return the name of a dtype in messages, None for a quantised one."""
-    return _NAMES.get(dtype)
+    return DTYPE_NAMES[dtype]
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -160,18 +160,19 @@ def _info(found: Any) -> ConnectionInfo:
 
 def _carrier(end: Any) -> Carrier:
     """Return the carrier of what one end of a connection sends."""
-    if end._links.segments.can_send:
-        return "shared memory"
-    return "sockets" if end._links.sockets.can_send else "torch"
+    carriers = end._carriers
+    if carriers.chosen is None:
+        return "torch"
+    return "sockets" if carriers.chosen is carriers.sockets else "shared memory"
 
 
 def _holds_memory(end: Any) -> bool:
     """Return whether one end of a connection holds memory for large tensors."""
-    links, segments, sockets = end._links, end._links.segments, end._links.sockets
+    shared, sockets = end._carriers.shared, end._carriers.sockets
     return bool(
-        links.has_work()
-        or segments._leased
-        or segments._buffers
+        end._carriers.has_work()
+        or shared._held
+        or shared._buffers
         or sockets._waiting
         or sockets._reserved
         or len(sockets._incoming)

@@ -21,16 +21,15 @@ from aiorpc_torch import WorkerLost
 from aiorpc_torch._aio import threads
 from aiorpc_torch._aio.segments import Segment
 from aiorpc_torch._batching import queue as batch_queue
+from aiorpc_torch._carrier import segment_store, socket_threads, tensor_sockets
+from aiorpc_torch._carrier.memory import ReceiveMemory, _received
+from aiorpc_torch._carrier.socket_threads import SocketReceiver
+from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._protocol import channel, endpoints, exclusive
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
-from aiorpc_torch._shm import segment_store
-from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
-from aiorpc_torch._sockets.receive_memory import ReceiveMemory
-from aiorpc_torch._sockets.socket_link import SocketLink
-from aiorpc_torch._sockets.socket_threads import SocketReceiver
 from aiorpc_torch._torch import transport
 from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.directory_client import DirectoryClient
@@ -95,8 +94,8 @@ def cancel_at_callee() -> None:
 
 def be_another_host(patch: pytest.MonkeyPatch, idle: float) -> None:
     """Let the peer's processes share one transfer, and sockets end after so many seconds."""
-    patch.setattr(socket_link, "sharing_group", lambda: "another host")
-    patch.setattr(socket_link, "IDLE_SECONDS", idle)
+    patch.setattr(tensor_sockets, "sharing_group", lambda: "another host")
+    patch.setattr(tensor_sockets, "IDLE_SECONDS", idle)
 
 
 def sends_at_once() -> bool:
@@ -146,8 +145,8 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: calls of contexts": len(connection._recorded_calls),
         "caller: calls that interceptors know": len(connection._pending._observed),
         "caller: unresumed callers": len(connection._pending.wake),
-        **_of_link("caller", connection._links.segments),
-        **_of_sockets("caller", connection._links.sockets),
+        **_of_link("caller", connection._carriers.shared),
+        **_of_sockets("caller", connection._carriers.sockets),
     }
 
 
@@ -160,25 +159,25 @@ def _of_callee(session: Session) -> dict[str, int]:
         **_of_slots("callee: copies of results", session._results._copies),
         "callee: unsent results": len(session._results.replies.results),
         "callee: events of a profiler": len(session.events),
-        **_of_link("callee", session._links.segments),
-        **_of_sockets("callee", session._links.sockets),
+        **_of_link("callee", session._carriers.shared),
+        **_of_sockets("callee", session._carriers.sockets),
     }
 
 
 def _of_slots(name: str, slots: Slots[Any]) -> dict[str, int]:
-    return {name: len(slots.queues) + len(slots._open) + len(slots._early)}
+    return {name: len(slots.queues) + len(slots.unfilled) + len(slots._early)}
 
 
 def _of_link(side: str, link: Any) -> dict[str, int]:
     return {
-        f"{side}: segments that the peer holds": link._leased.total(),
-        f"{side}: segments to be mapped": link._unopened.total(),
+        f"{side}: segments that the peer holds": sum(map(len, link._held.values())),
+        f"{side}: segments to be mapped": sum(link._unopened.values()),
         f"{side}: copies": link._copying,
         f"{side}: tensors in segments": len(link._buffers),
     }
 
 
-def _of_sockets(side: str, link: SocketLink) -> dict[str, int]:
+def _of_sockets(side: str, link: TensorSockets) -> dict[str, int]:
     return {
         f"{side}: transfers": len(link._jobs),
         f"{side}: transfers that wait for memory": len(link._waiting),
@@ -194,14 +193,15 @@ def _of_sockets(side: str, link: SocketLink) -> dict[str, int]:
 def _of_process() -> Counter[str]:
     loop: Any = asyncio.get_running_loop()
     found: Counter[str] = Counter()
-    if (memory := receive_memory._memories.get(loop)) is not None:
-        found["pieces of memory with tensors"] += len(memory._used)
-    if (copies := socket_link._copies.get(loop)) is not None:
+    if (memory := _received.get(loop)) is not None:
+        found["pieces of memory with tensors"] += len(memory.used)
+    if (copies := tensor_sockets._copies.get(loop)) is not None:
         found["transfers for several processes"] += len(copies._copies)
     for store in [*segment_store._stores.values()]:
-        found["segments in use"] += store._pool._held_count()
+        pieces = [*store.memory.pool._pieces.values()]
+        found["segments in use"] += sum(bool(each.holders) for each in pieces)
         found["segments being written"] += (
-            len(store._copies) + len(store._unwritten) + store._copying
+            len(store._waiting) + len(store._copying) + store._running
         )
     for queue in batch_queue._queues.owners():
         found["calls in a batch queue"] += len(queue)
@@ -226,7 +226,7 @@ def _of_process() -> Counter[str]:
     return found
 
 
-_PERIODIC = ("timer SegmentStore._trim", "timer FailureDetector._check", "timer _trim")
+_PERIODIC = ("timer FailureDetector._check", "timer _trim")
 
 
 def _name(callback: Any) -> str:

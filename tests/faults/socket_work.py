@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from aiorpc_torch._sockets import socket_threads
-from aiorpc_torch._sockets.socket_threads import SocketReceiver, SocketSender
+from aiorpc_torch._carrier import socket_threads
+from aiorpc_torch._carrier.socket_threads import SocketReceiver, SocketSender
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 CORPUS = Path(__file__).parent / "corpus"
 INSTRUMENTED = (
     "aiorpc_torch._wire",
-    "aiorpc_torch._shm",
+    "aiorpc_torch._carrier",
     "aiorpc_torch._protocol",
     "aiorpc_torch._world.departures",
 )

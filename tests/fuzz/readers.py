@@ -5,9 +5,10 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from aiorpc_torch._carrier import shared_memory
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._server import session
-from aiorpc_torch._shm import segment_link
+from aiorpc_torch._wire.blocks import tensors_at
 from aiorpc_torch._wire.columns import FAILED, PACKED
 from aiorpc_torch._wire.frames import FrameReader, ProtocolError
 from aiorpc_torch._wire.handshake import HELLO, Hello
@@ -19,9 +20,10 @@ from aiorpc_torch._wire.messages import (
     load_calls,
     load_payload,
 )
-from aiorpc_torch._wire.shared_tensors import check_places
 from aiorpc_torch._wire.wire_targets import NamedTarget, _read_rref, read_named
 from aiorpc_torch._world import departures
+
+MOST_BYTES = 1 << 20  # of a segment that is tried
 
 REFUSED = (ValueError, TypeError, LookupError, RecursionError, RuntimeError, struct.error)
 """What a reader may raise: its caller ends the connection, or fails the call.
@@ -85,8 +87,10 @@ def reply(data: bytes) -> None:
 
 def segments(data: bytes) -> None:
     """Read a message in shared memory, whose segments have as many bytes as it says."""
-    names, places, _ = segment_link._read_shared(data)
-    check_places(places, [size for _, _, _, size, _ in names])
+    names, places, _ = shared_memory._read_shared(data)
+    sizes = [size for _, _, _, size, _ in names]
+    if sizes and 0 < min(sizes) <= max(sizes) <= MOST_BYTES:
+        tensors_at(places, [(bytearray(size), size) for size in sizes])
 
 
 def hello(data: bytes) -> None:
@@ -102,7 +106,7 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "head": head,
     "rref": _read_rref,
     "segments": segments,
-    "news of segments": segment_link._read_news,
+    "news of segments": shared_memory._read_news,
     "control": session._read_control,
     "slot": session._read_slot,
     "hello": hello,

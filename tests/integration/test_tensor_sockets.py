@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from aiorpc_torch import CallTimeout, WorkerLost, create, remote
+from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
-from aiorpc_torch._sockets.socket_link import SocketLink
 from aiorpc_torch.testing import Workers
 from tests.support.tensor_shelf import TensorShelf
 
@@ -20,8 +20,8 @@ HUGE = 1 << 24  # elements of float32: more than sockets hold
 SOON = 30.0
 
 
-def link() -> SocketLink:
-    return pool.current().connection("a")._links.sockets
+def link() -> TensorSockets:
+    return pool.current().connection("a")._carriers.sockets
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -42,7 +42,7 @@ async def test_a_peer_that_freezes_and_dies(over_sockets: None, workers: Workers
     os.kill(pid, signal.SIGSTOP)
     late = asyncio.ensure_future(remote(rref, timeout=0.5).keep(x))
     lost = asyncio.ensure_future(remote(rref).keep(torch.ones(HUGE)))
-    await until(lambda: any(each.transfer.started for each in link()._jobs.values()))
+    await until(lambda: any(each.started for each in link()._jobs.values()))
     with pytest.raises(CallTimeout) as caught:
         await late
     assert not caught.value.may_have_run

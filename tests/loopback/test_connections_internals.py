@@ -481,7 +481,7 @@ async def test_calls_over_tcp(
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     x = torch.rand(1 << 20)
     assert torch.equal(await call("main", torch.clone, x), x)  # neither do tensor sockets
-    await until(lambda: own_connection()._links.can_send)
+    await until(lambda: own_connection()._carriers.chosen)
     x += 1
     assert torch.equal(await call("main", torch.clone, x), x)
     assert stats().socket_messages > 0

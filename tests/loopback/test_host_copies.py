@@ -15,7 +15,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, Round, RRef, batched, remote
 from aiorpc_torch._aio.segments import SegmentName
-from aiorpc_torch._sockets import socket_link, socket_threads, transfers
+from aiorpc_torch._carrier import socket_threads, tensor_sockets, transfers
 from tests.support.segment_files import mapped_segments, open_segments
 
 from .test_tensor_sockets import LARGE, SOON, Line, Shelf, is_at_rest, line, small, until
@@ -72,7 +72,7 @@ async def shelves(
     over_sockets: None, monkeypatch: pytest.MonkeyPatch, sent: list[int], world: aiorpc.types.Worker
 ) -> Shelves:
     """Four, of a peer that says that its siblings can map its memory."""
-    monkeypatch.setattr(socket_link, "sharing_group", lambda: "another host")
+    monkeypatch.setattr(tensor_sockets, "sharing_group", lambda: "another host")
     found = Shelves(Crowd() for _ in range(4))
     await remote(RRef(found[0])).echo(0)
     await until(lambda: near().can_send and far().can_send)
@@ -219,13 +219,13 @@ async def test_a_call_is_cancelled_as_the_transfer_it_waits_for_arrives(
     """The peer is told of both at once, and frees what it maps."""
     x = torch.ones(LARGE)
     calls = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves[:2]]
-    tell = socket_link.SocketLink.tell_adopted
+    adopt = tensor_sockets._Job.adopt
 
-    def cancel_and_tell(self: Any, number: int, name: SegmentName) -> None:
+    def cancel_and_adopt(self: Any, name: SegmentName) -> None:
         own_connection().cancel(max(own_connection()._pending))
-        tell(self, number, name)
+        adopt(self, name)
 
-    monkeypatch.setattr(socket_link.SocketLink, "tell_adopted", cancel_and_tell)
+    monkeypatch.setattr(tensor_sockets._Job, "adopt", cancel_and_adopt)
     await line.is_held()
     line.may_send.set()
     assert await calls[0] == 1
@@ -250,7 +250,7 @@ async def test_the_call_whose_transfer_others_wait_for_is_cancelled_as_it_arrive
     x = torch.ones(LARGE // 4)  # one chunk
     calls = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves[:2]]
     await line.is_held(1)
-    [lead] = [each.transfer for each in near()._jobs.values() if each.transfer.is_complete]
+    [lead] = [each for each in near()._jobs.values() if each.is_complete]
     calls[0].cancel()
     await until(lambda: lead.is_cancelled)
     line.may_send.set()
@@ -269,12 +269,12 @@ async def test_memory_that_cannot_be_mapped(
     wrong: dict[str, int],
 ) -> None:
     """Each has its own transfer."""
-    tell = socket_link.SocketLink.tell_adopted
+    adopt = tensor_sockets._Job.adopt
 
-    def tell_another(self: Any, number: int, name: SegmentName) -> None:
-        tell(self, number, name._replace(**wrong))
+    def adopt_another(self: Any, name: SegmentName) -> None:
+        adopt(self, name._replace(**wrong))
 
-    monkeypatch.setattr(socket_link.SocketLink, "tell_adopted", tell_another)
+    monkeypatch.setattr(tensor_sockets._Job, "adopt", adopt_another)
     for number in (1, 2):
         assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [number] * 4
     assert sum(sent) == 8 * BYTES
@@ -288,11 +288,11 @@ async def test_a_receiver_that_makes_no_segment(
 ) -> None:
     """Each has its own transfer."""
 
-    class NoneLeft(socket_link.Segment):
+    class NoneLeft(tensor_sockets.Segment):
         def __init__(self, size: int) -> None:
             raise OSError(24, "too many open files")
 
-    monkeypatch.setattr(socket_link, "Segment", NoneLeft)
+    monkeypatch.setattr(tensor_sockets, "Segment", NoneLeft)
     assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [1] * 4
     assert sum(sent) == 4 * BYTES
     await until(is_at_rest)
@@ -304,7 +304,7 @@ async def test_the_tensor_that_others_wait_for_is_freed(shelves: Shelves, line: 
     await line.is_held()  # all threads are busy
     x = torch.zeros(LARGE)
     others = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves[:3]]
-    await until(lambda: any(each.transfer.is_shared for each in near()._jobs.values()))
+    await until(lambda: any(each.is_shared for each in near()._jobs.values()))
     x.untyped_storage().resize_(0)
     line.may_send.set()
     async with asyncio.timeout(SOON):
@@ -325,7 +325,7 @@ async def test_a_loop_that_is_closed_while_others_wait(shelves: Shelves, line: L
         await until(lambda: near().can_send)
         x = torch.zeros(LARGE)
         begun.extend(asyncio.ensure_future(remote(each).keep(x)) for each in rrefs)
-        await until(lambda: any(each.transfer.is_shared for each in near()._jobs.values()))
+        await until(lambda: any(each.is_shared for each in near()._jobs.values()))
 
     def run() -> None:
         loop = asyncio.new_event_loop()
@@ -353,7 +353,7 @@ async def test_the_connection_ends_while_others_wait(shelves: Shelves, line: Lin
     """All calls fail, and nothing is left."""
     running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
     await line.is_held()
-    copies = socket_link._copies[asyncio.get_running_loop()]
+    copies = tensor_sockets._copies[asyncio.get_running_loop()]
     own_connection().abort()
     line.may_send.set()
     with pytest.raises(aiorpc.GroupError):

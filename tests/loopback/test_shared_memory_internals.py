@@ -12,9 +12,10 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, remote
+from aiorpc_torch._carrier import memory, segment_store
+from aiorpc_torch._carrier.segment_store import SegmentStore
 from aiorpc_torch._client import connection, pool
-from aiorpc_torch._shm import segment_store
-from aiorpc_torch._shm.segment_store import SegmentStore
+from aiorpc_torch._wire.blocks import Block
 from aiorpc_torch._wire.frames import SEGMENTS, SHARED, frame
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch.observe import stats
@@ -53,14 +54,14 @@ async def test_small_results_after_one_that_torch_carried(shelf: Shelf) -> None:
 @pytest.mark.promise("shared.bounds")
 async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle for long enough, at both ends; no timer is left."""
-    monkeypatch.setattr(segment_store, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(memory, "IDLE_SECONDS", 0.01)
     gc.collect()
     before = mapped_segments()
     await remote(RRef(shelf)).echo(torch.rand(HUGE))
     await until(lambda: stats().segments == 0)
     await until(lambda: mapped_segments() == before)
     (store,) = segment_store._stores.values()
-    assert store._trimmer is None
+    assert not store.memory._is_trimming
 
 
 @pytest.mark.promise("shared.cancelled")
@@ -102,7 +103,7 @@ async def test_a_worker_that_leaves_waits_for_its_results(
 
 async def test_nothing_is_offered_over_tcp(shelf: Shelf) -> None:
     """The peer may be on another host."""
-    link = own_connection()._links.segments
+    link = own_connection()._carriers.shared
     own_connection().is_local = False
     link._store = None
     link.offer()
@@ -178,13 +179,15 @@ def test_a_store_is_closed_with_its_last_link() -> None:
         assert segment_store.store_of(loop) is store
         assert isinstance(store, SegmentStore)
         store.attach(link)
-        lease = store.lease(100)
-        assert lease is not None
+        block = Block()
+        block.add(torch.ones(100))
+        copy = store.copy(block, lambda: True)
+        assert copy is not None
+        assert segment_store.segment_counts()[0] == 1
         store.detach(link)
-        lease.close()
-        lease.close()
+        del block, copy
         await asyncio.sleep(0)
-        assert store.size == (0, 0)
+        assert len(store.memory.pool) == store.memory.pool.total == 0
         assert segment_store.store_of(loop) is not store
         segment_store._stores.clear()
 

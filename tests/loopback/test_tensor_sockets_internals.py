@@ -13,9 +13,10 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, remote
+from aiorpc_torch._carrier import socket_threads, tensor_sockets
+from aiorpc_torch._carrier.memory import ReceiveMemory, receive_memory_of
+from aiorpc_torch._carrier.transfers import CHUNK, HEADER
 from aiorpc_torch._client import connection, pool
-from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
-from aiorpc_torch._sockets.transfers import CHUNK, HEADER
 from aiorpc_torch._wire.frames import TRANSFERRED, TRANSFERS
 from aiorpc_torch._wire.handshake import ARGUMENTS
 from aiorpc_torch._wire.targets import MethodTarget
@@ -35,14 +36,14 @@ def own_connection() -> connection.Connection:
     return pool.current().connection("main")
 
 
-def near() -> socket_link.SocketLink:
+def near() -> tensor_sockets.TensorSockets:
     """The caller's end."""
-    return own_connection()._links.sockets
+    return own_connection()._carriers.sockets
 
 
-def far() -> socket_link.SocketLink:
+def far() -> tensor_sockets.TensorSockets:
     """The callee's end."""
-    return server().sessions[own_connection()._key]._links.sockets
+    return server().sessions[own_connection()._key]._carriers.sockets
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
@@ -60,10 +61,10 @@ async def test_memory_is_used_again(shelf: Shelf) -> None:
     assert part.tolist() == before
     assert other.data_ptr() != address
     del part, other
-    memory = receive_memory.memory_of(asyncio.get_running_loop())
-    await until(lambda: not memory._used)
+    memory = receive_memory_of(asyncio.get_running_loop())
+    await until(lambda: not memory.used)
     again = await remote(RRef(shelf)).echo(torch.ones(LARGE))
-    assert memory._pool.total == 3 * 4 * LARGE  # of two arguments at a time, and a result
+    assert memory.pool.total == 3 * 4 * LARGE  # of two arguments at a time, and a result
     assert float(again.sum()) == LARGE
 
 
@@ -79,7 +80,7 @@ async def test_transfers_share_the_sockets(shelf: Shelf, line: Line) -> None:
     (large, _) = near()._jobs.values()
     line.may_send.set()
     await second
-    assert large.transfer.started <= 16 * 4 * LARGE
+    assert large.started <= 16 * 4 * LARGE
     assert await first == 1
     await until(is_at_rest)
 
@@ -101,11 +102,11 @@ async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
 
 
 def far_memory() -> int:
-    return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
+    return receive_memory_of(asyncio.get_running_loop()).pool.total
 
 
 def news(**fields: Any) -> tuple[int, Any]:
-    return TRANSFERS, socket_link._News(**fields)
+    return TRANSFERS, tensor_sockets._News(**fields)
 
 
 MALFORMED: dict[str, tuple[int, Any]] = {
@@ -188,7 +189,7 @@ async def test_a_message_that_is_cancelled_behind_another(
 
     monkeypatch.setattr(socket_threads, "_send_all", slow)
     monkeypatch.setattr(socket_threads, "SOCKETS", 3)
-    monkeypatch.setattr(socket_link, "SOCKETS", 3)
+    monkeypatch.setattr(tensor_sockets, "SOCKETS", 3)
     proxy = remote(RRef(shelf))
     calls = [asyncio.ensure_future(proxy.keep(torch.ones(LARGE // 4 - each))) for each in range(2)]
     await until(lambda: [*near()._jobs] == [1])  # of the second one, all has arrived
@@ -208,7 +209,7 @@ async def test_a_call_that_is_cancelled_while_its_receiver_tells_that_it_has_no_
     told: list[tuple[int, bool]] = []
     arrived = far()._arrived
     tell = arrived._handle
-    monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
+    monkeypatch.setattr(ReceiveMemory, "take", none_left)
     monkeypatch.setattr(arrived, "_handle", told.append)
     call = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
     await until(lambda: told == [(1, False)])
@@ -228,7 +229,7 @@ async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: L
     await line.is_held()
     call.cancel()
     await asyncio.wait((call,))
-    await until(lambda: not far()._jobs or next(iter(far()._jobs.values())).transfer.is_cancelled)
+    await until(lambda: not far()._jobs or next(iter(far()._jobs.values())).is_cancelled)
     line.may_send.set()
     await until(is_at_rest)
     await until(lambda: not own_connection()._state.window)
@@ -282,7 +283,7 @@ async def test_calls_that_end_while_tensors_are_sent(
 
 def memory_in_use() -> int:
     """Number of pieces that arriving tensors, or those that have arrived, are in."""
-    return len(receive_memory.memory_of(asyncio.get_running_loop())._used)
+    return len(receive_memory_of(asyncio.get_running_loop()).used)
 
 
 @pytest.mark.promise("sockets.lost")
@@ -317,7 +318,7 @@ async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line
 
 async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends, for arguments and results; the next tensors open others."""
-    monkeypatch.setattr(socket_link, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(tensor_sockets, "IDLE_SECONDS", 0.01)
     x = torch.rand(LARGE)
     for _ in range(3):
         assert torch.equal(await remote(RRef(shelf)).echo(x), x)
@@ -349,6 +350,6 @@ async def test_a_stream_that_is_lost_before_its_first_item(
     assert raised.value.may_have_run
 
 
-def receiver_of(link: socket_link.SocketLink) -> socket_threads.SocketReceiver:
+def receiver_of(link: tensor_sockets.TensorSockets) -> socket_threads.SocketReceiver:
     assert link._receiver is not None
     return link._receiver

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from aiorpc_torch._shm import segment_store
+from aiorpc_torch._carrier import memory, segment_store
 
 
 def hold_copies(patch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
@@ -47,9 +47,9 @@ def fail_writes(patch: pytest.MonkeyPatch) -> None:
 
 def limit_memory(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let worlds that start from now on have at most `size` bytes of segments."""
-    patch.setattr(segment_store, "memory_limit", lambda: size)
+    patch.setattr(memory, "memory_limit", lambda: size)
 
 
 def read_no_probe(patch: pytest.MonkeyPatch) -> None:
     """Let no peer read the segment that is offered to it, as in another process namespace."""
-    patch.setattr("aiorpc_torch._shm.segment_link.read_probe", lambda _: b"")
+    patch.setattr("aiorpc_torch._carrier.shared_memory.read_probe", lambda _: b"")

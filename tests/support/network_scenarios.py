@@ -27,9 +27,9 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, create, remote
+from aiorpc_torch._carrier import socket_threads
+from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
-from aiorpc_torch._sockets import socket_threads
-from aiorpc_torch._sockets.socket_link import SocketLink
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.tensor_shelf import TensorShelf
@@ -263,11 +263,11 @@ async def until_sockets(peers: list[str]) -> None:
         await asyncio.sleep(0.01)
 
 
-def links_of(peers: list[str]) -> dict[str, SocketLink]:
-    return {each: pool.current().connection(each)._links.sockets for each in peers}
+def links_of(peers: list[str]) -> dict[str, TensorSockets]:
+    return {each: pool.current().connection(each)._carriers.sockets for each in peers}
 
 
-def is_sending(link: SocketLink) -> bool:
+def is_sending(link: TensorSockets) -> bool:
     return any(each.transfer.started for each in link._jobs.values())
 
 

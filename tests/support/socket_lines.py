@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import pytest
 
 from aiorpc_torch import RpcError
+from aiorpc_torch._carrier import memory, socket_threads, tensor_sockets
+from aiorpc_torch._carrier.socket_threads import SOCKETS as SOCKETS
+from aiorpc_torch._carrier.transfers import CHUNK as CHUNK
 from aiorpc_torch._client import introduction
-from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
-from aiorpc_torch._sockets.socket_threads import SOCKETS as SOCKETS
-from aiorpc_torch._sockets.transfers import CHUNK as CHUNK
 from aiorpc_torch._wire.handshake import ARGUMENTS, RESULTS, read_number
 
 SOON = 30.0  # seconds after which something will never happen
@@ -39,12 +39,12 @@ class Line:
 
 def limit_memory(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let receivers use at most `size` bytes of memory again."""
-    patch.setattr(receive_memory, "memory_limit", lambda: size)
+    patch.setattr(memory, "memory_limit", lambda: size)
 
 
 def limit_incoming(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let at most `size` bytes be under way to each end that connects from now on."""
-    patch.setattr(socket_link, "incoming_limit", lambda: size)
+    patch.setattr(tensor_sockets, "incoming_limit", lambda: size)
 
 
 def none_left(*_: Any) -> NoReturn:
@@ -53,7 +53,7 @@ def none_left(*_: Any) -> NoReturn:
 
 def give_no_memory(patch: pytest.MonkeyPatch) -> None:
     """Let receivers have no memory for tensors that arrive."""
-    patch.setattr(receive_memory.ReceiveMemory, "take", none_left)
+    patch.setattr(memory.ReceiveMemory, "take", none_left)
 
 
 def refuse_sockets(patch: pytest.MonkeyPatch, what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiorpc_torch import call
-from aiorpc_torch._shm import segment_store
+from aiorpc_torch._carrier import segment_store
 
 from .segment_files import mapped_segments, open_segments
 

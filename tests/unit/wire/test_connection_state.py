@@ -554,7 +554,7 @@ class Copying(RuleBasedStateMachine):
         assert self.window._size == 0
         assert not self.state._unsent
         assert not self.state._copies.queues
-        assert not self.state._copies._open
+        assert not self.state._copies.unfilled
         assert not self.state._copies._early
 
     def teardown(self) -> None:

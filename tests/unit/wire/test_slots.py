@@ -409,7 +409,7 @@ class BothEnds(RuleBasedStateMachine):
         assert not (callee.replies.results)
         for slots in (self.state._copies, callee.slots):
             assert not (slots.queues)
-            assert not (slots._open)
+            assert not (slots.unfilled)
             assert not (slots._early)
 
     def drain(self) -> None:

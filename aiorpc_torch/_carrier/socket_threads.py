@@ -2,7 +2,7 @@
 
 Blocking calls leave the GIL, so the event loops stay responsive: if they carried the bytes, small
 calls would wait for large tensors. Each socket is used in one direction, with or without TLS.
-The threads end when their socket is shut down. (tests/unit/sockets/test_socket_threads.py)
+The threads end when their socket is shut down. (tests/unit/carrier/test_socket_threads.py)
 """
 
 import contextlib

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from aiorpc_torch import WorkerLost, call
-from aiorpc_torch._sockets import socket_link
-from aiorpc_torch._sockets.socket_link import SocketLink
-from aiorpc_torch._sockets.transfers import CHUNK
+from aiorpc_torch._carrier import tensor_sockets
+from aiorpc_torch._carrier.tensor_sockets import TensorSockets
+from aiorpc_torch._carrier.transfers import CHUNK
 from aiorpc_torch._torch.compat import has_agent
 from tests.support.two_ends import SOON, SocketPairs, TwoEnds, two_ends, until
 
@@ -20,10 +20,10 @@ LARGE = CHUNK  # elements of float32: four chunks
 pytestmark = pytest.mark.usefixtures("over_sockets")
 
 
-async def links(ends: TwoEnds) -> tuple[SocketLink, SocketLink]:
+async def links(ends: TwoEnds) -> tuple[TensorSockets, TensorSockets]:
     """Both ends of a connection, which may use sockets."""
     assert await call("far", abs, -1) == 1
-    near, far = ends.connection._links.sockets, ends.session._links.sockets
+    near, far = ends.connection._carriers.sockets, ends.session._carriers.sockets
     await until(lambda: near.can_send and far.can_send)
     return near, far
 
@@ -56,12 +56,12 @@ async def test_sockets_that_fail_after_the_last_chunk(monkeypatch: pytest.Monkey
         swallowing.append(far)
         return near
 
-    monkeypatch.setattr(socket_link, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(tensor_sockets, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(SocketPairs, "dial", dial)
     async with two_ends() as ends:
         near, _ = await links(ends)
         waiting = asyncio.ensure_future(call("far", torch.numel, torch.rand(40_000)))
-        await until(lambda: [job for job in near._jobs.values() if job.transfer.is_complete])
+        await until(lambda: [job for job in near._jobs.values() if job.is_complete])
         await until(lambda: len(swallowing) == 2)
         for each in swallowing:
             each.close()

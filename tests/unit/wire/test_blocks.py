@@ -9,18 +9,17 @@ import torch
 from hypothesis import assume, example, given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._wire.columns import PLAIN, TENSOR, cell_bytes, direct_cell
-from aiorpc_torch._wire.shared_tensors import (
+from aiorpc_torch._wire.blocks import (
     ALIGNMENT,
     Block,
     Place,
-    can_share,
-    check_places,
+    can_place,
     compact,
     place,
     share,
     tensors_at,
 )
+from aiorpc_torch._wire.columns import PLAIN, TENSOR, cell_bytes, direct_cell
 from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES, from_bytes
 
 LARGE = INLINE_BYTES // 4 + 1  # elements of float32
@@ -66,13 +65,9 @@ def received(sent: list[Tensor]) -> list[Tensor]:
     buffers = []
     for block in blocks:
         buffer = (ctypes.c_ubyte * max(1, block.size))()
-        block.write(
-            lambda start, address, size, to=buffer: ctypes.memmove(
-                ctypes.addressof(to) + start, address, size
-            )
-        )
-        buffers.append(buffer)
-    check_places(places, [*map(len, buffers)])
+        for (start, skip, size), storage in block.sources:
+            ctypes.memmove(ctypes.addressof(buffer) + start, storage.data_ptr() + skip, size)
+        buffers.append((buffer, len(buffer)))
     return tensors_at(places, buffers)
 
 
@@ -124,7 +119,7 @@ def test_what_torch_has_to_send() -> None:
     ):
         assert place([torch.ones(2), each]) is None
     with torch.inference_mode():
-        assert can_share(torch.ones(3))
+        assert can_place(torch.ones(3))
 
 
 # ── what many receivers get ─────────────────────────────────────────────────────────────────────
@@ -196,9 +191,10 @@ GOOD = Place(0, 0, 48, "float32", 0, (3, 4), (4, 1), False)
 )
 def test_a_malformed_place_is_refused(change: dict[str, Any]) -> None:
     """Before any memory is read."""
-    check_places([GOOD], [64])
+    memory = (ctypes.c_ubyte * 64)()
+    tensors_at([GOOD], [(memory, 64)])
     with pytest.raises(ValueError):  # noqa: PT011
-        check_places([GOOD._replace(**change)], [64])
+        tensors_at([GOOD._replace(**change)], [(memory, 64)])
 
 
 NUMBERS = st.one_of(
@@ -249,12 +245,11 @@ def test_an_accepted_place_lies_in_its_segment(
     """Torch finds every element of it in the segment's bytes."""
     block, start, size = numbers
     given = Place(block, start, size, "int16", offset, (*shape,), (*strides,), False)
+    buffer = (ctypes.c_ubyte * 128)(*[7] * 128)
     try:
-        check_places([given], [128])
+        (found,) = tensors_at([given], [(buffer, 128)])
     except ValueError:
         return
-    buffer = (ctypes.c_ubyte * 128)(*[7] * 128)
-    (found,) = tensors_at([given], [buffer])
     assert found.tolist() == torch.full(shape, 0x0707, dtype=torch.int16).tolist()
 
 
@@ -304,7 +299,7 @@ def test_equal_contents_have_equal_bytes() -> None:
     def content(*tensors: Tensor) -> Any:
         found = place(tensors)
         assert found is not None
-        return found[0][0].content()
+        return (*found[0][0].contents,)
 
     assert content(x, x[2:5]) == content(x.view(4, 5), x[2:5])
     others = [content(x), content(y), content(x, y), content(x[2:5]), content(x[3:6])]

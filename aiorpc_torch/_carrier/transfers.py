@@ -2,7 +2,7 @@
 
 State machines for threads, without sockets. A transfer has the tensors of one message. Each chunk
 names its transfer and its position, so it may travel on any socket. Transfers that are under way at
-once share the sockets chunk by chunk. (tests/unit/sockets/test_transfers.py)
+once share the sockets chunk by chunk. (tests/unit/carrier/test_transfers.py)
 """
 
 import ctypes
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .._aio.segments import Segment
+from .._wire.blocks import Block, Source
 from .._wire.buffers import ALIGNMENT
 from .._wire.frames import ProtocolError
-from .._wire.shared_tensors import Block, Source
 
 CHUNK = 1 << 20
 """Bytes of a chunk, without the padding behind its last tensor. Smaller ones cost more,
@@ -83,7 +83,7 @@ class OutgoingTransfer:
         pieces: list[Any] = []
         position, end = self.started, self.started + CHUNK
         while position < end and len(pieces) < MAX_PIECES and self._next < len(self.sources):
-            (start, _, size), _, _ = source = self.sources[self._next]
+            (start, _, size), _ = source = self.sources[self._next]
             done = position - start
             part = min(size - done, end - position)
             pieces.append(_view(source, done, part))
@@ -117,7 +117,7 @@ class OutgoingTransfer:
 
 def _view(source: Source, offset: int, size: int) -> memoryview:
     """Return memory of a source, which the caller keeps alive."""
-    (_, skip, whole), storage, _ = source
+    (_, skip, whole), storage = source
     if storage.nbytes() < skip + whole:
         raise ValueError("a storage was freed or made smaller before it was sent")
     address = storage.data_ptr() + skip + offset

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch._sockets.socket_threads import (
+from aiorpc_torch._carrier.socket_threads import (
     SILENCE,
     SOCKETS,
     SocketReceiver,
     SocketSender,
     _send_all,
 )
-from aiorpc_torch._sockets.transfers import HEADER, IncomingTransfers, OutgoingTransfer
+from aiorpc_torch._carrier.transfers import HEADER, IncomingTransfers, OutgoingTransfer
+from aiorpc_torch._wire.blocks import place, tensors_at
 from aiorpc_torch._wire.frames import ProtocolError
-from aiorpc_torch._wire.shared_tensors import place, tensors_at
 
 SOON = 30.0
 
@@ -113,7 +113,7 @@ def test_transfers_arrive_whole_by_tls() -> None:
     while ends.next() != (1, True):
         pass
     memory, _ = ends.incoming.take(1)
-    for x, y in zip(tensors, tensors_at(found[1], [memory]), strict=True):
+    for x, y in zip(tensors, tensors_at(found[1], [(memory, len(memory))]), strict=True):
         assert torch.equal(x, y)
     ends.close()
     assert ends.told.empty() or isinstance(ends.next(), OutgoingTransfer)

@@ -11,16 +11,16 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from aiorpc_torch._aio.segments import Segment
-from aiorpc_torch._sockets import transfers
-from aiorpc_torch._sockets.transfers import (
+from aiorpc_torch._carrier import transfers
+from aiorpc_torch._carrier.transfers import (
     CHUNK,
     HEADER,
     MAX_PIECES,
     IncomingTransfers,
     OutgoingTransfer,
 )
+from aiorpc_torch._wire.blocks import place, tensors_at
 from aiorpc_torch._wire.frames import ProtocolError
-from aiorpc_torch._wire.shared_tensors import place, tensors_at
 
 LIMIT = 1 << 25
 SOON = 30.0
@@ -80,7 +80,7 @@ def test_tensors_arrive_whatever_the_order_of_their_chunks(
     assert outcomes == [None] * (len(sent) - 1) + [True]
     memory, size = found.take(5)
     assert size == blocks[0].size
-    for one, other in zip(tensors, tensors_at(places, [memory]), strict=True):
+    for one, other in zip(tensors, tensors_at(places, [(memory, len(memory))]), strict=True):
         assert torch.equal(one, other)
     assert not len(found)
 

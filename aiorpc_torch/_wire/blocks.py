@@ -1,8 +1,8 @@
-"""Tensors of a message in shared memory: what is written, and how a receiver finds it.
+"""Tensors of a message as bytes in memory: what is written, and how a receiver finds it.
 
 A `Block` is memory that is written and freed as a whole: that of the tensors which one receiver
 gets, or of those which many receivers get. A receiver's tensors lie in the block; nothing is copied
-for them. (tests/unit/wire/test_shared_tensors.py)
+for them. (tests/unit/wire/test_blocks.py)
 """
 
 import math
@@ -14,13 +14,7 @@ from torch import Tensor
 
 from .._torch.sendable import has_memory, is_plain, last_element
 from .buffers import ALIGNMENT
-from .tensors import (
-    INLINE_BYTES,
-    compact_storage,
-    dtype_named,
-    is_contiguous_part,
-    name_of_dtype,
-)
+from .tensors import DTYPE_NAMES, INLINE_BYTES, compact_storage, dtype_named, is_contiguous_part
 
 _BLOCK_ATTRIBUTE = "_aiorpc_block"
 """Name of a tensor's attribute that holds its shared `Block`."""
@@ -50,24 +44,6 @@ class Place(NamedTuple):
     requires_grad: bool
 
 
-class ReadyMessage(NamedTuple):
-    """A message whose tensors are in memory that its receiver reaches.
-
-    One that is not sent frees that memory as garbage.
-
-    Attributes:
-        send: Sends the message, once.
-        size: Bytes of its frame.
-    """
-
-    send: Callable[[], object]
-    size: int
-
-
-Then = Callable[[ReadyMessage | None], object]
-"""Is called once with the message to send, or with None if it has to be sent otherwise."""
-
-
 class Extent(NamedTuple):
     """Memory of a tensor that is written: bytes of its storage.
 
@@ -83,15 +59,14 @@ class Extent(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An extent of a storage to write, and torch's count of the storage's changes."""
+    """An extent of a storage to write."""
 
     extent: Extent
     storage: torch.UntypedStorage
-    version: int
 
 
 class Block:
-    """Memory of tensors that is written into one segment.
+    """Memory of tensors that is written as a whole.
 
     Args:
         is_shared: True if many receivers map the block.
@@ -99,26 +74,22 @@ class Block:
     Attributes:
         size: Bytes of the block.
         sources: What is to be written, empty once it is.
-        is_current: Returns whether nobody may change the tensors yet. On the event loop.
+        contents: The same by addresses and torch's count of the changes of each storage. Blocks
+            with equal contents have equal bytes.
+        copy: Its copy in a segment, set by the carrier.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.is_shared = is_shared
         self.size = 0
         self.sources: list[Source] = []
-        self.lease: Any = None  # the segment, set by its owner
-        self.is_current: Callable[[], bool] = lambda: False
+        self.contents: list[Hashable] = []
+        self.copy: Any = None
         self._extents: dict[Hashable, Extent] = {}
         self._compact: dict[int, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"<Block {self.size:,} bytes{', shared' if self.is_shared else ''}>"
-
-    def content(self) -> Hashable:
-        """Return what is to be written; blocks with equal contents have equal bytes."""
-        return tuple(
-            [(extent, storage._cdata, version) for extent, storage, version in self.sources]
-        )
 
     def add(self, tensor: Tensor) -> Extent:
         """Add the storage of a tensor, or its part of a larger one, unless it is there."""
@@ -132,20 +103,10 @@ class Block:
         if key not in self._extents:
             self._extents[key] = extent = Extent(self.size, skip, size)
             version = 0 if tensor.is_inference() else tensor._version
-            self.sources.append(Source(extent, storage, version))
+            self.sources.append(Source(extent, storage))
+            self.contents.append((extent, storage._cdata, version))
             self.size += -(-size // ALIGNMENT) * ALIGNMENT
         return self._extents[key]
-
-    def write(self, copy: Callable[[int, int, int], None]) -> None:
-        """Call `copy` with position, address and size of each extent. In any thread.
-
-        Raises:
-            ValueError: if a storage was freed or made smaller since its tensor was added.
-        """
-        for (start, skip, size), storage, _ in self.sources:
-            if storage.nbytes() < skip + size:
-                raise ValueError("a storage was freed or made smaller before it was copied")
-            copy(start, storage.data_ptr() + skip, size)
 
     def compact(self, tensor: Tensor) -> Tensor:
         """Return `compact_storage` of a tensor for all messages that share the block."""
@@ -160,9 +121,9 @@ def compact(tensor: Tensor) -> Tensor:
     return compact_storage(tensor) if block is None else block.compact(tensor)
 
 
-def can_share(tensor: Tensor) -> bool:
+def can_place(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor's storage are all of it: dense, on the CPU."""
-    return is_plain(tensor) and name_of_dtype(tensor.dtype) is not None
+    return tensor.dtype in DTYPE_NAMES and is_plain(tensor)
 
 
 def share(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -177,7 +138,7 @@ def share(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _marked(tensor: Tensor, block: Block) -> Tensor:
-    if tensor.requires_grad or not can_share(tensor):
+    if tensor.requires_grad or not can_place(tensor):
         return tensor
     alias = tensor.detach()
     setattr(alias, _BLOCK_ATTRIBUTE, block)
@@ -196,70 +157,71 @@ def place(
     """
     own, blocks, places = Block(), list[Block](), list[Place]()
     for tensor in tensors:
-        if not can_share(tensor):
+        name = DTYPE_NAMES.get(tensor.dtype)
+        if name is None or not is_plain(tensor):
             return None
         block = own if in_one_block else getattr(tensor, _BLOCK_ATTRIBUTE, own)
-        index, extent = -1, Extent(0, 0, 0)
+        index, start, size, offset = -1, 0, 0, int(tensor.storage_offset())
         if tensor.numel():
             if not has_memory(tensor, tensor.nbytes):
                 return None
             if block not in blocks:
                 blocks.append(block)
-            index, extent = blocks.index(block), block.add(tensor)
-        name = name_of_dtype(tensor.dtype)
-        assert name is not None
-        offset = int(tensor.storage_offset()) - extent.skip // tensor.itemsize
+            index, (start, skip, size) = blocks.index(block), block.add(tensor)
+            offset -= skip // tensor.itemsize
         shape, strides, needs = tuple(tensor.shape), tensor.stride(), tensor.requires_grad
-        places.append(Place(index, extent.start, extent.size, name, offset, shape, strides, needs))
+        places.append(Place(index, start, size, name, offset, shape, strides, needs))
     return blocks, places
 
 
-def check_places(places: Iterable[Place], sizes: Sequence[int]) -> None:
-    """Check the places of a received message.
+def tensors_at(places: Iterable[Place], blocks: Sequence[tuple[Any, int]]) -> list[Tensor]:
+    """Return the tensors at the places of a received message.
 
     Args:
         places: The places.
-        sizes: Bytes of each block's segment.
+        blocks: The memory of each block, and its bytes.
 
     Raises:
-        ValueError: if a place is malformed, or exceeds its segment.
+        ValueError: if a place is malformed, or exceeds its block.
     """
-    for each in places:
-        _check(each, sizes)
-
-
-def _check(each: Place, sizes: Sequence[int]) -> None:
-    numbers = (each.start, each.size, each.offset, *each.shape, *each.strides)
-    if min(numbers) < 0 or len(each.shape) != len(each.strides):
-        raise ValueError(f"malformed place of a tensor: {each}")
-    dtype = dtype_named(each.dtype)
-    if not (elements := math.prod(each.shape)):
-        return
-    if not 0 <= each.block < len(sizes) or each.start + each.size > sizes[each.block]:
-        raise ValueError(f"a tensor exceeds its segment: {each}")
-    end = each.offset + last_element(each.shape, each.strides)
-    # Elements of an expanded tensor share memory. torch counts up to so many.
-    if end * dtype.itemsize > each.size or elements >= 1 << 63:
-        raise ValueError(f"a tensor exceeds its storage: {each}")
-
-
-def tensors_at(places: Iterable[Place], buffers: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors at checked places; `buffers` are the memory of the blocks."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     found = []
-    for each in places:
-        dtype = dtype_named(each.dtype)
-        if math.prod(each.shape):
-            key = each.block, each.start
-            if key not in storages:
-                flat = torch.frombuffer(
-                    buffers[each.block], dtype=torch.uint8, count=each.size, offset=each.start
+    for block, start, size, name, offset, shape, strides, needs_grad in places:
+        if min(start, size, offset, *shape, *strides) < 0 or len(shape) != len(strides):
+            raise ValueError(f"malformed place of a tensor: {offset, shape, strides}")
+        dtype, elements = dtype_named(name), math.prod(shape)
+        if elements:
+            if not 0 <= block < len(blocks) or start + size > blocks[block][1]:
+                raise ValueError(f"a tensor exceeds its block: {size} bytes at {start}")
+            end = offset + last_element(shape, strides)
+            # Elements of an expanded tensor share memory. torch counts up to so many.
+            if end * dtype.itemsize > size or elements >= 1 << 63:
+                raise ValueError(f"a tensor exceeds its storage of {size} bytes: {shape, strides}")
+            if (storage := storages.get((block, start))) is None:
+                memory = torch.frombuffer(
+                    blocks[block][0], dtype=torch.uint8, count=size, offset=start
                 )
-                storages[key] = flat.untyped_storage()
-            tensor = torch.empty(0, dtype=dtype).set_(
-                storages[key], each.offset, each.shape, each.strides
-            )
+                storage = storages[block, start] = memory.untyped_storage()
+            tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
         else:
-            tensor = torch.empty_strided(each.shape, each.strides, dtype=dtype)
-        found.append(tensor.requires_grad_() if each.requires_grad else tensor)
+            tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        found.append(tensor.requires_grad_() if needs_grad else tensor)
     return found
+
+
+class ReadyMessage(NamedTuple):
+    """A message whose tensors are in memory that its receiver reaches.
+
+    One that is not sent frees that memory as garbage.
+
+    Attributes:
+        send: Sends the message, once.
+        size: Bytes of its frame.
+    """
+
+    send: Callable[[], object]
+    size: int
+
+
+Then = Callable[[ReadyMessage | None], object]
+"""Is called once with the message to send, or with None if it has to be sent otherwise."""

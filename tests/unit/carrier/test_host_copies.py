@@ -8,7 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from aiorpc_torch._aio.segments import SegmentName
-from aiorpc_torch._sockets.host_copies import HostCopies, HostCopy
+from aiorpc_torch._carrier.host_copies import HostCopies, HostCopy
 
 NAME = SegmentName(1, 2, 3, 4)
 
@@ -35,7 +35,7 @@ class Member:
         assert self.state == "waits"
         self.state = "adopts"
 
-    def release(self) -> None:
+    def free(self) -> None:
         self.released += 1
 
 

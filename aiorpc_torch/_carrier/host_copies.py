@@ -3,7 +3,7 @@
 A state machine without sockets, threads or a clock. Messages with equal tensors, for links whose
 peers share a host, meet in one `HostCopy`. Its first part, the lead, is sent over the network into
 shared memory of its peer. The peers of the other parts map that memory. If the lead is lost before
-its transfer has arrived, another part is the next lead. (tests/unit/sockets/test_host_copies.py)
+its transfer has arrived, another part is the next lead. (tests/unit/carrier/test_host_copies.py)
 """
 
 from collections.abc import Callable, Hashable
@@ -18,8 +18,10 @@ Soon = Callable[[Callable[[], object]], object]
 class Part(Protocol):
     """The tensors of one message for one peer of a host."""
 
-    def is_wanted(self) -> bool:
-        """Return whether the message is still wanted, so that its tensors may not be changed."""
+    @property
+    def is_wanted(self) -> Callable[[], bool]:
+        """Returns whether the message is still wanted, so that its tensors may not be changed."""
+        ...
 
     def send(self, *, is_shared: bool) -> None:
         """Send the tensors to the peer, into memory that its siblings can map if `is_shared`."""
@@ -27,7 +29,7 @@ class Part(Protocol):
     def adopt(self, name: SegmentName) -> None:
         """Let the peer map the memory that a sibling has received."""
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Let the peer free the memory that it has received for its siblings."""
 
 
@@ -43,12 +45,7 @@ class HostCopy:
         lead: the part that is or was sent over the network.
     """
 
-    def __init__(
-        self,
-        keep: object,
-        soon: Soon,
-        close: Callable[["HostCopy"], None],
-    ) -> None:
+    def __init__(self, keep: object, soon: Soon, close: Callable[["HostCopy"], None]) -> None:
         self.lead: Part | None = None
         self._keep: object | None = keep
         self._soon = soon
@@ -77,7 +74,7 @@ class HostCopy:
             self._waiting.remove(part)
         elif part in self._adopting:
             self._adopting.remove(part)
-            self._release_adopted()
+            self._free_adopted()
 
     def on_arrived(self, name: SegmentName | None) -> None:
         """Let the waiting parts adopt the memory of the lead; without a name they are sent."""
@@ -90,7 +87,7 @@ class HostCopy:
         self._adopting = waiting
         for each in waiting:
             each.adopt(name)
-        self._release_adopted()
+        self._free_adopted()
 
     def _start_soon(self) -> None:
         # An idle connection sends its call at once, the others at the end of the iteration: that
@@ -103,19 +100,16 @@ class HostCopy:
             return
         # A part that is not wanted is about to be removed by its link.
         wanted = [each for each in self._waiting if each.is_wanted()]
-        if not wanted:
+        if len(wanted) < 2:
             self._end()
-            return
-        self.lead = lead = wanted[0]
-        self._waiting.remove(lead)
-        is_shared = len(wanted) > 1
-        if not is_shared:
-            self._end()
-        lead.send(is_shared=is_shared)
+        if wanted:
+            self.lead = wanted[0]
+            self._waiting.remove(self.lead)
+            self.lead.send(is_shared=len(wanted) > 1)
 
-    def _release_adopted(self) -> None:
+    def _free_adopted(self) -> None:
         if not self._adopting and self.lead is not None:
-            self.lead.release()
+            self.lead.free()
 
     def _end(self) -> None:
         self._keep = None

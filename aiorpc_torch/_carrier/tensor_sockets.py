@@ -17,30 +17,24 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
 from .._aio.loops import call_soon
 from .._aio.memory_size import memory_size
-from .._aio.segments import (
-    Segment,
-    SegmentError,
-    SegmentName,
-    map_segment,
-    sharing_group,
-)
+from .._aio.segments import Segment, SegmentError, SegmentName, map_segment, sharing_group
+from .._wire.blocks import Block, Place, ReadyMessage, Then, place, tensors_at
 from .._wire.frames import MAX_FRAME, TRANSFERRED, TRANSFERS, ProtocolError, frame
 from .._wire.handshake import ARGUMENTS, RESULTS
 from .._wire.payloads import attach_data, detach_data
 from .._wire.plain import dump, reader
-from .._wire.shared_tensors import Place, ReadyMessage, Then, check_places, place, tensors_at
+from .carrier import Carrier, Wire
 from .host_copies import HostCopies, HostCopy
-from .receive_memory import ReceiveMemory, memory_of
+from .memory import ReceiveMemory, receive_memory_of
 from .socket_threads import SOCKETS, SocketReceiver, SocketSender
 from .transfers import IncomingTransfers, OutgoingTransfer
 
@@ -64,9 +58,6 @@ no connections, and waits until its results are sent."""
 Dial = Callable[[int], Coroutine[Any, Any, socket.socket]]
 """Opens a proven socket to the peer for ARGUMENTS or RESULTS."""
 
-_Confirmed = tuple[int, bool, SegmentName | None]
-"""Number of a transfer, whether there is memory for it, and the name of that for siblings."""
-
 
 class _News(NamedTuple):
     """A TRANSFERS frame.
@@ -75,7 +66,8 @@ class _News(NamedTuple):
         limit: bytes that may be under way to this end, None for no change.
         host: id of processes that can map each other's segments; comes with a limit.
         wants_sockets: whether the callee wants sockets for its results.
-        confirmed: transfers that have come to this end, or have no memory.
+        confirmed: transfers that have come to this end: the number, whether there is memory for
+            it, and the name of that for siblings.
         dropped: numbers and sent bytes of transfers whose messages will not come.
         adopted: transfers that a sibling of the peer has received, with the name of the memory.
         released: transfers that no other sibling will adopt.
@@ -84,7 +76,7 @@ class _News(NamedTuple):
     limit: int | None = None
     host: str = ""
     wants_sockets: bool = False
-    confirmed: Sequence[_Confirmed] = ()
+    confirmed: Sequence[tuple[int, bool, SegmentName | None]] = ()
     dropped: Sequence[tuple[int, int]] = ()
     adopted: Sequence[tuple[int, SegmentName]] = ()
     released: Sequence[int] = ()
@@ -94,68 +86,57 @@ _read_news = reader(_News)
 _read_message = reader(tuple[int, list[Place], bytes])
 
 
-def is_enabled() -> bool:
-    """Return whether this process may use tensor sockets."""
-    return os.environ.get(SWITCH) != "0"
-
-
 def incoming_limit() -> int:
     """Return the maximum bytes that one peer may have under way: an eighth of the memory."""
-    return memory_size() // 8
+    return 0 if os.environ.get(SWITCH) == "0" else memory_size() // 8
 
 
-class SocketWire(Protocol):
-    """The connection of a link."""
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether frames may be sent."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Write frames."""
-
-    def close(self, reason: str, detail: str = "") -> None:
-        """End the connection, and tell the peer why."""
-
-    def abort(self) -> None:
-        """End the connection at once."""
-
-
-@dataclass(eq=False)
-class _Job:
-    """A message whose tensors are being sent. The part of a `HostCopy` while it has one.
+class _Job(OutgoingTransfer):
+    """A message whose tensors are being sent; the part of a `HostCopy` while it has one.
 
     Attributes:
-        content: equal for equal tensors.
+        is_wanted: returns whether the message is.
+        then: takes the message to send, or None, once.
         copy: the transfer that it waits for, or leads.
         is_adopting: True while the peer maps memory of a sibling.
     """
 
-    link: "SocketLink"
-    transfer: OutgoingTransfer
-    content: Hashable
-    frame: bytes
-    then: Then
-    is_current: Callable[[], bool]
-    copy: HostCopy | None = None
-    is_adopting: bool = False
-
-    def is_wanted(self) -> bool:
-        return self.is_current()
+    def __init__(
+        self,
+        link: "TensorSockets",
+        block: Block,
+        data: bytes,
+        then: Then,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        super().__init__(link.last, block)
+        self.link = link
+        self.content = (*block.contents,)
+        self.frame = data
+        self.then: Then | None = then
+        self.is_wanted = is_wanted
+        self.copy: HostCopy | None = None
+        self.is_adopting = False
 
     def send(self, *, is_shared: bool) -> None:
-        self.transfer.is_shared = is_shared
+        self.is_shared = is_shared
         if not is_shared:
             self.copy = None
-        self.link.send_transfer(self.transfer)
+        self.link.send_transfer(self)
 
     def adopt(self, name: SegmentName) -> None:
         self.is_adopting = True
-        self.link.tell_adopted(self.transfer.number, name)
+        self.link.tell("adopted", (self.number, name))
 
-    def release(self) -> None:
-        self.link.release(self.transfer)
+    def free(self) -> None:
+        self.link.tell("released", self.number)
+        self.link.free(self.number, self.size)
+
+    def end(self, message: ReadyMessage | None) -> None:
+        """Pass the message on. Threads may keep this object, but not what waits for it."""
+        then, self.then = self.then, None
+        if then is not None:
+            then(message)
 
     def leave_copy(self) -> None:
         """Let the others of its host go on without it."""
@@ -165,18 +146,15 @@ class _Job:
 
 
 class _Arrival:
-    """Memory of the receiver with the tensors of a message, given up unless `is_used`."""
+    """Memory of the receiver with the tensors of a message, given up unless that is sent."""
 
-    def __init__(
-        self, transfer: OutgoingTransfer, give_up: Callable[[OutgoingTransfer], None]
-    ) -> None:
-        self.transfer = transfer
-        self.is_used = False
-        self._give_up = give_up
+    def __init__(self, job: _Job) -> None:
+        self.number, self.size, self.started = job.number, job.size, job.started
+        self.given_up: EntryQueue[_Arrival] | None = job.link.given_up
 
     def __del__(self) -> None:
-        if not self.is_used:
-            self._give_up(self.transfer)
+        if self.given_up is not None:
+            self.given_up.put(self)
 
 
 _copies: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HostCopies]" = (
@@ -184,26 +162,28 @@ _copies: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HostCopies]" = (
 )
 
 
-class SocketLink:
+class TensorSockets(Carrier):
     """The tensor sockets of one end of a connection. Confined to the event loop `loop`.
 
     Args:
         wire: the connection.
         loop: its event loop.
+        changed: is called when the peer takes transfers, or takes none any more.
         dial: opens sockets; None at the callee, for which the caller opens them.
 
     Attributes:
-        can_send: True if the peer takes transfers.
-        sent: number of messages sent.
+        last: number of the last transfer.
+        given_up: queue of arrivals whose messages are not sent.
     """
 
     def __init__(
-        self, wire: SocketWire, loop: asyncio.AbstractEventLoop, dial: Dial | None = None
+        self,
+        wire: Wire,
+        loop: asyncio.AbstractEventLoop,
+        changed: Callable[[], object],
+        dial: Dial | None = None,
     ) -> None:
-        self.can_send = False
-        self.sent = 0
-        self._wire = wire
-        self._loop = loop
+        super().__init__(wire, loop, changed)
         self._dial = dial
         self._limit = incoming_limit()
         self._is_offered = False
@@ -212,13 +192,13 @@ class SocketLink:
         self._peer_host = ""  # of processes that can map each other's segments, "" for none
         self._exported: set[int] = set()  # unreleased transfers whose messages were not sent either
         self._reserved = 0  # bytes of memory at the peer
-        self._last = 0
+        self.last = 0
         self._is_dropping = False
         self._waiting: deque[_Job] = deque()  # for memory at the peer
         self._jobs: dict[int, _Job] = {}  # all that the peer has not confirmed
         self._sender: SocketSender | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._given_up: EntryQueue[OutgoingTransfer] = EntryQueue(loop, self._on_given_up)
+        self.given_up: EntryQueue[_Arrival] = EntryQueue(loop, self._on_given_up)
         # Of what it receives.
         self._receiver: SocketReceiver | None = None
         self._memory: ReceiveMemory | None = None
@@ -228,30 +208,25 @@ class SocketLink:
         self._news: dict[str, Any] = {}  # fields of `_News`
 
     def __repr__(self) -> str:
-        return f"<SocketLink {len(self._jobs)} transfers out, {self._incoming!r}>"
+        return f"<TensorSockets {len(self._jobs)} transfers out, {self._incoming!r}>"
 
     def has_work(self) -> bool:
-        """Return whether a transfer to the peer is under way."""
         return bool(self._jobs)
 
     # ── negotiation ─────────────────────────────────────────────────────────────────────────────
 
     def offer(self) -> None:
         """Tell the peer how many bytes may be under way to this end."""
-        if not self._is_offered and is_enabled():
+        if not self._is_offered and self._limit:
             self._is_offered = True
             self._write(_News(limit=self._limit, host=sharing_group()))
 
-    def on_frame(self, data: bytes) -> None:
-        """Handle a TRANSFERS frame.
-
-        Raises an exception of any class if the frame is malformed.
-        """
+    def on_news(self, data: bytes) -> None:
         news: _News = _read_news(data)
         if news.limit is not None:
             self.offer()
             self._peer_host = news.host
-            self._set_limit(news.limit if is_enabled() else 0)
+            self._set_limit(news.limit if self._limit else 0)
         if news.wants_sockets and self._dial is None:
             raise ProtocolError("a caller must not ask for sockets")
         if news.wants_sockets:
@@ -269,6 +244,7 @@ class SocketLink:
         """Send up to `limit` bytes at a time; 0 ends all transfers."""
         self._peer_limit = limit
         self.can_send = limit > 0
+        self._changed()
         for job in [] if limit else [*self._jobs.values()]:
             self._cancel(job)
 
@@ -276,7 +252,7 @@ class SocketLink:
         if self._wire.is_open:
             self._wire.write(frame(TRANSFERS, dump(news)))
 
-    def _tell(self, field: str, item: Any) -> None:
+    def tell(self, field: str, item: Any) -> None:
         """Tell the peer, at the end of this iteration."""
         if not self._news:
             self._soon(self._send_news)
@@ -331,7 +307,7 @@ class SocketLink:
     def _open_receiver(self) -> SocketReceiver:
         if self._receiver is None:
             failed = partial(call_soon, self._loop, self._on_failure)
-            self._memory = memory_of(self._loop)
+            self._memory = receive_memory_of(self._loop)
             self._receiver = SocketReceiver(self._incoming, self._arrived.put, failed)
         return self._receiver
 
@@ -348,13 +324,13 @@ class SocketLink:
 
         A thread that has sent its last chunk does not notice that its socket has failed.
         """
-        is_idle = last == self._last and not self._jobs
+        is_idle = last == self.last and not self._jobs
         if self._jobs and self._sender is not None and self._sender.has_failed():
             self._on_failure(ConnectionResetError("a tensor socket has ended"))
         if is_idle and self._sender is not None and len(self._sender) == SOCKETS:  # all are open
             self._close_sender()
         else:
-            self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._end_idle, self._last)
+            self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._end_idle, self.last)
 
     def _close_sender(self) -> None:
         """Close the sockets; the next transfer opens others."""
@@ -377,136 +353,97 @@ class SocketLink:
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
     def send(
-        self,
-        data: bytes,
-        tensors: Sequence[Tensor],
-        then: Then,
-        is_current: Callable[[], bool] = lambda: True,
+        self, data: bytes, tensors: Sequence[Tensor], then: Then, is_current: Callable[[], bool]
     ) -> bool:
-        """Send the tensors of a message, if they can be.
-
-        Args:
-            data: The rest of the message.
-            tensors: Its tensors.
-            then: Is called once: with the message to send when its tensors have arrived, with None
-                if they have not.
-            is_current: Returns whether the message is still wanted.
-
-        Returns:
-            False if the message has to be sent otherwise; `then` is not called.
-        """
         if not self.can_send:
             return False
         data, tensors = attach_data(data, tensors)
         found = place(tensors, in_one_block=True)
         if found is None or not found[0] or found[0][0].size > self._peer_limit:
             return False
-        body = dump((self._last + 1, found[1], data))
+        body = dump((self.last + 1, found[1], data))
         if len(body) > MAX_FRAME:  # too many tensors
             return False
-        self._last += 1
-        block = found[0][0]
-        transfer, data = OutgoingTransfer(self._last, block), frame(TRANSFERRED, body)
-        job = _Job(self, transfer, block.content(), data, then, is_current)
-        self._jobs[self._last] = job
+        self.last += 1
+        job = _Job(self, found[0][0], frame(TRANSFERRED, body), then, is_current)
+        self._jobs[self.last] = job
         self._waiting.append(job)
         self._start_waiting()
         return True
 
     def _start_waiting(self) -> None:
         """Start the transfers for which the peer has memory."""
-        while self._waiting:
-            job = self._waiting[0]
-            if self._reserved + job.transfer.size > self._peer_limit:
-                break
-            self._waiting.popleft()
-            self._reserved += job.transfer.size
-            self._start(job)
+        while self._waiting and self._reserved + self._waiting[0].size <= self._peer_limit:
+            job = self._waiting.popleft()
+            self._reserved += job.size
+            if not self._peer_host:
+                self.send_transfer(job)
+                continue
+            # Together with others for the host of the peer. The storages in the content must not be
+            # freed: others would get their addresses.
+            copies = _copies.setdefault(self._loop, HostCopies())
+            job.copy = copies.join((self._peer_host, job.content), job.sources, self._soon)
+            job.copy.add(job)
 
-    def _start(self, job: _Job) -> None:
-        """Send the tensors of a message, together with others for the host of the peer."""
-        if not self._peer_host:
-            self.send_transfer(job.transfer)
-            return
-        copies = _copies.setdefault(self._loop, HostCopies())
-        # The storages in the content must not be freed: others would get their addresses.
-        key, keep = (self._peer_host, job.content), job.transfer.sources
-        job.copy = copies.join(key, keep, self._soon)
-        job.copy.add(job)
-
-    def send_transfer(self, transfer: OutgoingTransfer) -> None:
-        """Send a transfer over the network."""
-        if len(self._jobs) == 1 and self._has_idle_failure():
+    def send_transfer(self, job: _Job) -> None:
+        """Send a transfer over the network, on new sockets if the idle ones have failed."""
+        is_idle = len(self._jobs) == 1 and self._wire.is_open and self._sender is not None
+        if is_idle and self._sender is not None and self._sender.has_failed():
             self._close_sender()
         if self._sender is None:
             self._open(ARGUMENTS if self._dial is not None else RESULTS)
-        self._open_sender().send(transfer)
+        self._open_sender().send(job)
 
-    def _has_idle_failure(self) -> bool:
-        """Return whether the sockets of an open connection have failed, while they were idle."""
-        return self._wire.is_open and self._sender is not None and self._sender.has_failed()
-
-    def tell_adopted(self, number: int, name: SegmentName) -> None:
-        """Let the peer map memory of a sibling in place of a transfer."""
-        self._tell("adopted", (number, name))
-
-    def release(self, transfer: OutgoingTransfer) -> None:
-        """Let the peer close the segment that it has received for its siblings."""
-        self._tell("released", transfer.number)
-        self._free(transfer)
-
-    def _free(self, transfer: OutgoingTransfer) -> None:
+    def free(self, number: int, size: int) -> None:
         """Note that the peer has freed a transfer, or one of the two uses of its segment."""
-        if transfer.number in self._exported:
-            self._exported.remove(transfer.number)
+        if number in self._exported:
+            self._exported.remove(number)
         else:
-            self._reserved -= transfer.size
+            self._reserved -= size
             self._start_waiting()
 
-    def _on_ended(self, transfer: OutgoingTransfer) -> None:
+    def _on_ended(self, job: OutgoingTransfer) -> None:
         """Release the tensors of a transfer that no thread needs any more."""
-        transfer.release()
-        if transfer.is_cancelled and (job := self._jobs.get(transfer.number)) is not None:
-            self._drop(job)
+        job.release()
+        if job.is_cancelled and (found := self._jobs.get(job.number)) is not None:
+            self._drop(found)
 
     def _on_confirmed(self, number: int, has_memory: bool, name: SegmentName | None) -> None:
         """Send the message of a transfer that has arrived."""
-        if not 0 < number <= self._last:
+        if not 0 < number <= self.last:
             raise ProtocolError(f"there was no transfer {number}")
         if (job := self._jobs.get(number)) is None:  # it was cancelled meanwhile
             return
-        transfer = job.transfer
-        if not (job.is_adopting or transfer.is_complete or transfer.is_cancelled):
+        if not (job.is_adopting or job.is_complete or job.is_cancelled):
             raise ProtocolError(f"transfer {number} cannot have arrived")
         if job.is_adopting and not has_memory:
             self._send_unadopted(job)
             return
         del self._jobs[number]
-        if not has_memory:
+        arrival = _Arrival(job)  # given up at once without memory
+        message = ReadyMessage(partial(self._send_message, arrival, job.frame), len(job.frame))
+        if has_memory:
+            self._share(job, name)
+        else:
             job.leave_copy()
-            self._on_given_up(transfer)
-            job.then(None)
-            return
-        self._share(job, name)
-        arrival = _Arrival(transfer, self._given_up.put)
-        job.then(ReadyMessage(partial(self._send_message, arrival, job.frame), len(job.frame)))
+        job.end(message if has_memory else None)
 
     def _share(self, job: _Job, name: SegmentName | None) -> None:
         """Let the siblings of the peer have what has arrived; or note that the peer has theirs."""
         copy, job.copy = job.copy, None
         if job.is_adopting:
-            job.transfer.release()
+            job.release()
             if copy is not None:
                 copy.remove(job)
             return
-        if not job.transfer.is_shared:
+        if not job.is_shared:
             return
         if name is not None:
-            self._exported.add(job.transfer.number)
+            self._exported.add(job.number)
         if copy is not None:
             copy.on_arrived(name)
         elif name is not None:  # it was cancelled meanwhile: the others have another lead
-            self.release(job.transfer)
+            job.free()
 
     def _send_unadopted(self, job: _Job) -> None:
         """Send over the network what the peer could not map at its sibling."""
@@ -515,21 +452,20 @@ class SocketLink:
             self._peer_host = ""
         job.is_adopting = False
         job.leave_copy()
-        self.send_transfer(job.transfer)
+        self.send_transfer(job)
 
     def _send_message(self, arrival: _Arrival, data: bytes) -> None:
-        arrival.is_used = True
+        arrival.given_up = None
         self._wire.write(data)
         self.sent += 1
-        self._free(arrival.transfer)
+        self.free(arrival.number, arrival.size)
 
-    def _on_given_up(self, transfer: OutgoingTransfer) -> None:
+    def _on_given_up(self, arrival: _Arrival) -> None:
         """Let the peer forget a transfer whose message is not sent."""
-        self._tell("dropped", (transfer.number, transfer.started))
-        self._free(transfer)
+        self.tell("dropped", (arrival.number, arrival.started))
+        self.free(arrival.number, arrival.size)
 
     def drop_cancelled(self) -> None:
-        """End, in the next iteration, the transfers of messages that are not wanted any more."""
         if self._jobs and not self._is_dropping:
             self._is_dropping = True
             self._loop.call_soon(self._drop_cancelled)
@@ -537,44 +473,38 @@ class SocketLink:
     def _drop_cancelled(self) -> None:
         self._is_dropping = False
         for job in [*self._jobs.values()]:
-            if not job.is_current():
+            if not job.is_wanted():
                 self._cancel(job)
 
     def _cancel(self, job: _Job) -> None:
         job.leave_copy()  # its thread may take a while
         if job in self._waiting:
             self._waiting.remove(job)
-            del self._jobs[job.transfer.number]
-            job.then(None)
+            del self._jobs[job.number]
+            job.end(None)
             self._start_waiting()
-        elif job.transfer.cancel():  # otherwise `_on_ended` follows
+        elif job.cancel():  # otherwise `_on_ended` follows
             self._drop(job)
 
     def _drop(self, job: _Job) -> None:
         """Give up a transfer, of which the peer may have a part."""
         job.leave_copy()
-        transfer = job.transfer
-        transfer.release()
-        del self._jobs[transfer.number]
-        self._tell("dropped", (transfer.number, transfer.started))
-        if transfer.is_shared:
-            self._tell("released", transfer.number)
-        self._free(transfer)
-        job.then(None)
+        job.release()
+        del self._jobs[job.number]
+        self.tell("dropped", (job.number, job.started))
+        if job.is_shared:
+            self.tell("released", job.number)
+        self.free(job.number, job.size)
+        job.end(None)
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
-        """Return data and tensors of a TRANSFERRED frame.
-
-        Raises an exception of any class if the frame is malformed.
-        """
         number, places, rest = _read_message(data)
         memory, size = self._incoming.take(number)
-        check_places(places, [size])
         if isinstance(memory, Segment):  # what is written is not seen by the siblings
             memory = memory.private_buffer()
-        return detach_data(rest, tensors_at(places, [memory]))
+        return detach_data(rest, tensors_at(places, [(memory, size)]))
 
     def _allocate(self, size: int, is_shared: bool) -> tuple[Any, Segment | None]:
         """Return memory, and its segment if there is one, in a thread of the receiver.
@@ -591,22 +521,21 @@ class SocketLink:
     def _on_arrived(self, arrived: tuple[int, bool]) -> None:
         number, has_memory = arrived
         segment = self._incoming.segment(number)
-        self._tell("confirmed", (number, has_memory, segment and segment.name))
+        self.tell("confirmed", (number, has_memory, segment and segment.name))
 
     def _adopt(self, number: int, name: SegmentName) -> None:
         """Map what a sibling has received, in place of a transfer."""
         try:
             memory = map_segment(name, private=True).buffer()
         except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
-            self._tell("confirmed", (number, False, None))
+            self.tell("confirmed", (number, False, None))
         else:
             has_space = self._incoming.adopt(number, memory, name.size)
-            self._tell("confirmed", (number, has_space, None))
+            self.tell("confirmed", (number, has_space, None))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """End all transfers, and their threads."""
         self.can_send = False
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -623,5 +552,6 @@ class SocketLink:
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.leave_copy()
-            if job.transfer.cancel():
-                job.transfer.release()
+            job.then = None
+            if job.cancel():
+                job.release()

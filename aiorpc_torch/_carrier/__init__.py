@@ -1,0 +1,1 @@
+"""Large CPU tensors of a connection: in shared memory, or on sockets of their own."""

@@ -1,0 +1,99 @@
+"""The carrier of large CPU tensors of one end of a connection: its interface."""
+
+import abc
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .._wire.blocks import Then
+
+
+class Wire(Protocol):
+    """The connection."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether frames may be sent."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the peer is a process of this host."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Write frames."""
+
+    def close(self, reason: str, detail: str = "") -> None:
+        """End the connection, and tell the peer why."""
+
+    def abort(self) -> None:
+        """End the connection at once."""
+
+
+class Carrier(abc.ABC):
+    """One way for tensors. Confined to the event loop `loop`.
+
+    Args:
+        wire: the connection.
+        loop: its event loop.
+        changed: is called when `can_send` may have changed.
+
+    Attributes:
+        can_send: True if the peer can receive this way.
+        sent: number of messages sent this way.
+    """
+
+    def __init__(
+        self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
+    ) -> None:
+        self.can_send = False
+        self.sent = 0
+        self._wire = wire
+        self._loop = loop
+        self._changed = changed
+
+    @abc.abstractmethod
+    def on_news(self, data: bytes) -> None:
+        """Handle what the peer tells of this way.
+
+        Raises an exception of any class if the frame is malformed.
+        """
+
+    @abc.abstractmethod
+    def send(
+        self, data: bytes, tensors: Sequence[Tensor], then: Then, is_current: Callable[[], bool]
+    ) -> bool:
+        """Send the tensors of a message, if they can be sent this way.
+
+        Args:
+            data: The rest of the message.
+            tensors: Its tensors.
+            then: Is called once, now or later: with the message to send when the peer can reach
+                its tensors, with None if it cannot.
+            is_current: Returns whether the message is still wanted, so that its tensors may not be
+                changed yet. Meanwhile, messages with the same tensors share what is being sent.
+
+        Returns:
+            False if the message has to be sent otherwise; `then` is not called.
+        """
+
+    @abc.abstractmethod
+    def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
+        """Return data and tensors of a received message.
+
+        Raises an exception of any class if the frame is malformed.
+        """
+
+    @abc.abstractmethod
+    def has_work(self) -> bool:
+        """Return whether the peer still needs this process to get a message."""
+
+    def drop_cancelled(self) -> None:  # noqa: B027 - most have nothing to do
+        """End, in the next iteration, what is sent for messages that are not wanted any more."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what is under way."""

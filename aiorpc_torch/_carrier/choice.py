@@ -1,0 +1,91 @@
+"""The choice of the carrier of a connection: shared memory, else tensor sockets.
+
+Both ends choose once: sockets if one end cannot map the segments of the other. Until then, and for
+what the carrier does not take, tensors travel by torch RPC.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .._wire.frames import SEGMENTS, SHARED, TRANSFERRED, TRANSFERS
+from .carrier import Carrier, Wire
+from .shared_memory import SharedMemory
+from .tensor_sockets import Dial, TensorSockets
+
+
+class Carriers:
+    """The carriers of one end of a connection. Confined to the event loop `loop`.
+
+    Args:
+        wire: the connection.
+        loop: its event loop.
+        opened: is called when a carrier was chosen.
+        dial: opens tensor sockets; None at the callee.
+
+    Attributes:
+        chosen: the carrier of what is sent, None while torch RPC carries it.
+        news: what handles the frames that tell of tensors, by their kind.
+        read: what returns data and tensors of a frame whose tensors have come, by its kind.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        loop: asyncio.AbstractEventLoop,
+        opened: Callable[[], object] = lambda: None,
+        dial: Dial | None = None,
+    ) -> None:
+        self.chosen: Carrier | None = None
+        self._opened = opened
+        self._is_caller = dial is not None
+        self.shared = SharedMemory(wire, loop, self._choose)
+        self.sockets = TensorSockets(wire, loop, self._choose, dial)
+        self.news: dict[int, Callable[[bytes], None]] = {
+            SEGMENTS: self.shared.on_news,
+            TRANSFERS: self.sockets.on_news,
+        }
+        self.read: dict[int, Callable[[bytes], tuple[bytes, Sequence[Tensor]]]] = {
+            SHARED: self.shared.read,
+            TRANSFERRED: self.sockets.read,
+        }
+
+    def __repr__(self) -> str:
+        return f"<Carriers {self.shared!r}, {self.sockets!r}>"
+
+    def offer(self) -> None:
+        """Begin to find out which carrier it is. For the caller."""
+        self.shared.offer()
+        self._choose()
+
+    def _choose(self) -> None:
+        before, self.chosen = self.chosen, None
+        if self.shared.can_send and not self.shared.is_refused:
+            self.chosen = self.shared
+        elif self.sockets.can_send:
+            self.chosen = self.sockets
+        if self.shared.is_refused and self._is_caller:
+            self.sockets.offer()
+        if before is None and self.chosen is not None:
+            self._opened()
+
+    def has_work(self) -> bool:
+        """Return whether the peer still needs this process to get a message."""
+        return self.shared.has_work() or self.sockets.has_work()
+
+    def drop_cancelled(self) -> None:
+        """End what is sent for messages that are not wanted any more."""
+        if self.chosen is not None:
+            self.chosen.drop_cancelled()
+
+    def add_socket(self, purpose: int, sock: socket.socket) -> None:
+        """Use a proven socket for tensors, if the connection is open."""
+        self.sockets.add_socket(purpose, sock)
+
+    def close(self) -> None:
+        """End both."""
+        self.chosen = None
+        self.shared.close()
+        self.sockets.close()

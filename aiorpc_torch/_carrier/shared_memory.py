@@ -1,0 +1,256 @@
+"""Tensors of one connection in shared memory: which segments each end has mapped, and has freed.
+
+Each end shows the other a probe segment. An end that gets its secret back may send tensors in
+segments. Released segments are told on the connection. (tests/loopback/test_shared_memory.py)
+"""
+
+import asyncio
+import hmac
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
+from typing import Any
+
+from torch import Tensor
+
+from .._aio.entry_queue import EntryQueue
+from .._aio.segments import (
+    Mapping,
+    Segment,
+    SegmentName,
+    is_supported,
+    map_segment,
+    read_probe,
+)
+from .._wire.blocks import Place, ReadyMessage, Then, place, tensors_at
+from .._wire.frames import MAX_FRAME, SEGMENTS, SHARED, ProtocolError, frame
+from .._wire.payloads import attach_data, detach_data
+from .._wire.plain import dump, reader
+from .carrier import Carrier, Wire
+from .memory_pool import Piece
+from .segment_store import SegmentCopy, SegmentStore, store_of
+
+_Numbers = list[int]
+_read_news = reader(tuple[SegmentName | None, bytes | None, _Numbers, _Numbers, _Numbers])
+_read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], bytes])
+
+
+class SharedMemory(Carrier):
+    """The shared memory of one end of a connection.
+
+    Attributes:
+        is_refused: True if one end cannot map the segments of the other.
+    """
+
+    def __init__(
+        self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
+    ) -> None:
+        super().__init__(wire, loop, changed)
+        self.is_refused = False
+        self._store: SegmentStore | None = None
+        self._held: dict[int, list[Piece[Segment]]] = {}  # by the peer, once for each message
+        # Those that it has not mapped yet, and could not map after the end of this process.
+        self._unopened: Counter[int] = Counter()
+        self._opened: set[int] = set()  # those whose mapping it keeps, or will
+        self._copying = 0  # messages whose tensors are being written
+        self._peer = 0  # its process id
+        self._mappings: dict[int, Mapping] = {}  # of the peer's segments, by number
+        self._buffers: dict[int, weakref.ref[Any]] = {}  # that tensors here lie in
+        self._last_buffer = 0
+        self._freed: EntryQueue[tuple[int, int]] = EntryQueue(loop, self._on_freed)
+        self._news: tuple[_Numbers, _Numbers, _Numbers] = [], [], []
+
+    def __repr__(self) -> str:
+        held = sum(map(len, self._held.values()))
+        return f"<SharedMemory {held} segments held by the peer, {len(self._buffers)} of it>"
+
+    def has_work(self) -> bool:
+        return bool(self._copying or self._unopened)
+
+    # ── negotiation ─────────────────────────────────────────────────────────────────────────────
+
+    def offer(self) -> None:
+        """Show the peer the probe, if it is a process of this host."""
+        if self._wire.is_local and is_supported() and (name := self._open()) is not None:
+            self._write(name)
+        else:
+            self.is_refused = True
+
+    def _open(self) -> SegmentName | None:
+        if self._store is None:
+            try:
+                self._store = store_of(self._loop)
+            except OSError:  # memfd_create is forbidden here, for one
+                return None
+            self._store.attach(self)
+            return self._store.probe.name
+        return None
+
+    def on_news(self, data: bytes) -> None:
+        offer, proof, released, closed, opened = _read_news(data)
+        if offer is not None and self._wire.is_local:
+            self._peer = offer.pid
+            mine = self._open() if is_supported() else None
+            secret = b"" if self._store is None else read_probe(offer)
+            self.is_refused |= not secret
+            self._write(mine, secret)
+        if proof is not None and self._store is not None:
+            self.can_send = hmac.compare_digest(proof, self._store.probe.secret)
+            self.is_refused |= not self.can_send
+        if offer is not None or proof is not None:
+            self._changed()
+        for number in opened:
+            self._unopened[number] = self._unopened.pop(number, 0) - 1
+            if self._unopened[number] < 0:
+                raise ProtocolError(f"segment {number!r} is not to be mapped by the peer")
+            if not self._unopened[number]:
+                del self._unopened[number]
+        for number in released:
+            if not (held := self._held.get(number)):
+                raise ProtocolError(f"segment {number!r} is not held by the peer")
+            segment = held.pop()
+            if not held:
+                del self._held[number]
+            if self._store is not None:
+                self._store.memory.release(segment)
+        for number in closed:
+            self._mappings.pop(number, None)
+
+    def _write(self, offer: SegmentName | None = None, proof: bytes | None = None) -> None:
+        """Tell the peer what there is to tell."""
+        news, self._news = self._news, ([], [], [])
+        if self._wire.is_open:
+            self._wire.write(frame(SEGMENTS, dump((offer, proof, *news))))
+
+    # ── sending ─────────────────────────────────────────────────────────────────────────────────
+
+    def send(
+        self, data: bytes, tensors: Sequence[Tensor], then: Then, is_current: Callable[[], bool]
+    ) -> bool:
+        if not self.can_send or self._store is None:
+            return False
+        data, tensors = attach_data(data, tensors)
+        if (found := place(tensors)) is None:
+            return False
+        blocks, places = found
+        copies: list[SegmentCopy] = []
+        unwritten = None
+        for block in blocks:
+            if (copy := self._store.copy(block, is_current)) is None:
+                return False
+            copies.append(copy)
+            unwritten = unwritten if copy.is_written else copy
+        self._copying += 1
+        finish = partial(self._finish, copies, places, data, then)
+        if unwritten is None:
+            finish()
+        else:
+            unwritten.waiters.append(finish)
+        return True
+
+    def _finish(
+        self, copies: Sequence[SegmentCopy], places: Sequence[Place], data: bytes, then: Then
+    ) -> None:
+        """Pass the message on when all its blocks are written."""
+        can_send, names = self._wire.is_open, []
+        for copy in copies:
+            if not copy.is_written:
+                copy.waiters.append(partial(self._finish, copies, places, data, then))
+                return
+            segment = copy.segment
+            can_send &= copy.error is None
+            assert segment is not None
+            names.append((segment.number, *segment.memory.name[1:], copy.is_shared))
+        self._copying -= 1
+        message = None
+        if can_send:
+            body = dump((names, places, data))
+            if len(body) <= MAX_FRAME:  # else too many tensors
+                body = frame(SHARED, body)
+                message = ReadyMessage(partial(self._send, copies, body), len(body))
+        then(message)
+
+    def _send(self, copies: Sequence[SegmentCopy], data: bytes) -> None:
+        """Write the frame of a message; the peer holds its segments from then on."""
+        if self._store is None:  # the connection has ended
+            return
+        self._wire.write(data)
+        self.sent += 1
+        for copy in copies:
+            segment = copy.segment
+            assert segment is not None
+            if copy.is_shared:  # for others, too
+                segment.holders += 1
+            else:
+                copy.segment = None
+            if copy.is_shared or segment.number not in self._opened:
+                self._unopened[segment.number] += 1
+                if not copy.is_shared:
+                    self._opened.add(segment.number)
+            self._held.setdefault(segment.number, []).append(segment)
+
+    def forget(self, number: int) -> None:
+        """Tell the peer that a segment of this process is closed, if it has it mapped."""
+        if number in self._opened:
+            self._opened.discard(number)
+            self._tell(1, number)
+
+    # ── receiving ───────────────────────────────────────────────────────────────────────────────
+
+    def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
+        names, places, rest = _read_shared(data)
+        tensors = tensors_at(places, [*starmap(self._map, names)])
+        return (rest, tensors) if rest else detach_data(rest, tensors)
+
+    def _map(self, number: int, descriptor: int, inode: int, size: int, private: bool) -> Any:
+        """Return a segment of the peer and its bytes; its release is told when it is freed."""
+        if not self._peer:
+            raise ProtocolError("a segment before any offer")
+        # A single receiver maps a segment shared, and keeps the mapping: later uses bring no page
+        # faults. Many receivers map it privately. Reading 16 MB took 0.6 ms in a kept shared
+        # mapping and 1.4 ms in a new private one; writing took 0.7 and 12.7 ms, as each page is
+        # copied. A copy for each receiver takes 1.3 ms of the sender, 16 ms in a new segment.
+        mapping = None if private else self._mappings.get(number)
+        if mapping is None:
+            name = SegmentName(self._peer, descriptor, inode, size)
+            mapping = map_segment(name, private=private)
+            self._tell(2, number)
+            if not private:
+                self._mappings[number] = mapping
+        if mapping.size != size:
+            raise ProtocolError(f"segment {number} has {mapping.size} bytes, not {size}")
+        buffer = mapping.buffer()
+        key = self._last_buffer = self._last_buffer + 1
+        freed = self._freed
+        # `torch.frombuffer` keeps the buffer until its last storage is freed, in any thread.
+        self._buffers[key] = weakref.ref(buffer, lambda _: freed.put((key, number)))
+        return buffer, size
+
+    def _on_freed(self, freed: tuple[int, int]) -> None:
+        key, number = freed
+        if self._buffers.pop(key, None) is not None:
+            self._tell(0, number)
+
+    def _tell(self, kind: int, number: int) -> None:
+        """Tell the peer, at the end of this iteration, that a segment is released, closed, open."""
+        if not any(self._news):
+            self._loop.call_soon(self._write)
+        self._news[kind].append(number)
+
+    # ── end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Give up what the peer holds: it may still read it, so it is not used again."""
+        self.can_send = False
+        store, self._store = self._store, None
+        if store is not None:
+            for held in self._held.values():
+                for segment in held:
+                    store.memory.abandon(segment)
+            store.detach(self)
+        self._held.clear()
+        self._unopened.clear()
+        self._mappings.clear()
+        self._buffers.clear()

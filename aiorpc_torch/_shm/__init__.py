@@ -1,1 +1,0 @@
-"""Shared memory between processes of one host: its segments, and what each end holds of them."""

@@ -1,1 +1,0 @@
-"""Tensors on sockets of their own, between processes that share no memory."""
