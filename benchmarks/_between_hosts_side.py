@@ -45,9 +45,9 @@ def resnet50() -> list[torch.Tensor]:
 class Shelf:
     """The callee."""
 
-    async def weigh(self, x: torch.Tensor) -> int:
-        """Return the bytes of a tensor."""
-        return x.nbytes
+    async def weigh(self, x: Any) -> int:
+        """Return the bytes of a tensor or an array."""
+        return x.nbytes  # type: ignore[no-any-return]
 
     async def echo(self, x: Any) -> Any:
         """Return the argument."""
@@ -62,8 +62,8 @@ class Shelf:
         return time.process_time()
 
 
-def weigh(x: torch.Tensor) -> int:
-    return x.nbytes
+def weigh(x: Any) -> int:
+    return x.nbytes  # type: ignore[no-any-return]
 
 
 def echo(x: Any) -> Any:
@@ -99,6 +99,9 @@ async def measure(both: Sequence[Any], sizes: Sequence[int], *, is_quick: bool) 
             spent = await shelf.cpu() - there + time.process_time() - here
             moved = size * count * (1 if what == "one way" else 2)
             found[f"{what} {size} CPU"] = [spent / moved * 1e9]
+        array = x.numpy()
+        await shelf.weigh(array)
+        found[f"array {size}"] = [await seconds(partial(shelf.weigh, array), count)]
     gradients = resnet50()
     for what, call in (("one way", shelf.count), ("both ways", shelf.echo)):
         await call(gradients)
@@ -175,6 +178,8 @@ def plain(rank: int, sizes: Sequence[int], *, is_quick: bool) -> None:
             spent = rpc.rpc_sync("w1", time.process_time) - there + time.process_time() - here
             moved = size * count * (1 if what == "one way" else 2)
             found[f"{what} {size} CPU"] = [spent / moved * 1e9]
+        array = x.numpy()
+        found[f"array {size}"] = [duration(partial(rpc.rpc_sync, "w1", weigh, (array,)), 4)]
     if not rank:
         gradients = resnet50()
         for what, number in (("one way", len), ("both ways", echo)):

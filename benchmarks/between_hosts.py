@@ -55,6 +55,8 @@ def table(runs: dict[str, list[Found]], sizes: Sequence[int]) -> list[Row]:
             rows.append(Row(f"{name}, {what}", "MB/s", Runs(*rates), aim))
             spent = [[each[f"{key} CPU"][0] for each in runs[s]] for s in runs]
             rows.append(Row(f"{name}, {what}: CPU a GB", "s", Runs(*spent)))
+        rates = [[size / each[f"array {size}"][0] / 1e6 for each in runs[s]] for s in runs]
+        rows.append(Row(f"{name} as an array, one way", "MB/s", Runs(*rates)))
     for key in ("gradients one way", "gradients both ways"):
         durations = [[1e3 * each[key][0] for each in runs[side]] for side in runs]
         rows.append(Row(f"ResNet-50's {key}, 102 MB", "ms", Runs(*durations)))
