@@ -3,11 +3,13 @@
 import abc
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from .._wire.blocks import Then
+from .._wire.frames import frame
+from .._wire.plain import dump
 
 
 class Wire(Protocol):
@@ -42,9 +44,14 @@ class Carrier(abc.ABC):
         changed: is called when `can_send` may have changed.
 
     Attributes:
+        NEWS: kind of the frames that tell the peer of this way.
+        FIELDS: makes the content of such a frame, a named tuple whose fields have defaults.
         can_send: True if the peer can receive this way.
         sent: number of messages sent this way.
     """
+
+    NEWS: ClassVar[int]
+    FIELDS: ClassVar[Callable[..., Any]]
 
     def __init__(
         self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
@@ -54,6 +61,19 @@ class Carrier(abc.ABC):
         self._wire = wire
         self._loop = loop
         self._changed = changed
+        self._untold: dict[str, Any] = {}  # fields of the next news
+
+    def tell(self, field: str, item: Any) -> None:
+        """Add an item to a field of the news at the end of this iteration."""
+        if not self._untold and not self._loop.is_closed():
+            self._loop.call_soon(self._tell_now)
+        self._untold.setdefault(field, []).append(item)
+
+    def _tell_now(self, **fields: Any) -> None:
+        """Tell the peer these fields, and what there is to tell."""
+        fields, self._untold = fields | self._untold, {}
+        if fields and self._wire.is_open:
+            self._wire.write(frame(self.NEWS, dump(self.FIELDS(**fields))))
 
     @abc.abstractmethod
     def on_news(self, data: bytes) -> None:

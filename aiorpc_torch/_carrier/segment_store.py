@@ -14,11 +14,9 @@ from .._aio.loops import call_soon
 from .._aio.segments import Probe, Segment
 from .._aio.threads import memory_threads
 from .._wire.blocks import Block, Source
+from .._wire.buffers import COPY_ON_LOOP
 from .memory import LoopMemory
 from .memory_pool import Piece
-
-COPY_ON_LOOP = 1 << 20
-"""Maximum bytes that are copied on the event loop, in about 0.2 ms."""
 
 MAX_COPIES = 2  # at a time; more threads copy no faster
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +32,26 @@ from .carrier import Carrier, Wire
 from .memory_pool import Piece
 from .segment_store import SegmentCopy, SegmentStore, store_of
 
-_Numbers = list[int]
-_read_news = reader(tuple[SegmentName | None, bytes | None, _Numbers, _Numbers, _Numbers])
+
+class _News(NamedTuple):
+    """A SEGMENTS frame.
+
+    Attributes:
+        offer: the probe of this process.
+        proof: the secret in the probe of the peer, b"" if it cannot be read.
+        released: segments of the peer whose tensors were freed, once for each message.
+        closed: segments of this process that are no more.
+        opened: segments of the peer that were mapped.
+    """
+
+    offer: SegmentName | None = None
+    proof: bytes | None = None
+    released: Sequence[int] = ()
+    closed: Sequence[int] = ()
+    opened: Sequence[int] = ()
+
+
+_read_news = reader(_News)
 _read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], bytes])
 
 
@@ -43,6 +61,8 @@ class SharedMemory(Carrier):
     Attributes:
         is_refused: True if one end cannot map the segments of the other.
     """
+
+    NEWS, FIELDS = SEGMENTS, _News
 
     def __init__(
         self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
@@ -60,7 +80,6 @@ class SharedMemory(Carrier):
         self._buffers: dict[int, weakref.ref[Any]] = {}  # that tensors here lie in
         self._last_buffer = 0
         self._freed: EntryQueue[tuple[int, int]] = EntryQueue(loop, self._on_freed)
-        self._news: tuple[_Numbers, _Numbers, _Numbers] = [], [], []
 
     def __repr__(self) -> str:
         held = sum(map(len, self._held.values()))
@@ -74,7 +93,7 @@ class SharedMemory(Carrier):
     def offer(self) -> None:
         """Show the peer the probe, if it is a process of this host."""
         if self._wire.is_local and is_supported() and (name := self._open()) is not None:
-            self._write(name)
+            self._tell_now(offer=name)
         else:
             self.is_refused = True
 
@@ -95,7 +114,7 @@ class SharedMemory(Carrier):
             mine = self._open() if is_supported() else None
             secret = b"" if self._store is None else read_probe(offer)
             self.is_refused |= not secret
-            self._write(mine, secret)
+            self._tell_now(offer=mine, proof=secret)
         if proof is not None and self._store is not None:
             self.can_send = hmac.compare_digest(proof, self._store.probe.secret)
             self.is_refused |= not self.can_send
@@ -117,12 +136,6 @@ class SharedMemory(Carrier):
                 self._store.memory.release(segment)
         for number in closed:
             self._mappings.pop(number, None)
-
-    def _write(self, offer: SegmentName | None = None, proof: bytes | None = None) -> None:
-        """Tell the peer what there is to tell."""
-        news, self._news = self._news, ([], [], [])
-        if self._wire.is_open:
-            self._wire.write(frame(SEGMENTS, dump((offer, proof, *news))))
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -195,7 +208,7 @@ class SharedMemory(Carrier):
         """Tell the peer that a segment of this process is closed, if it has it mapped."""
         if number in self._opened:
             self._opened.discard(number)
-            self._tell(1, number)
+            self.tell("closed", number)
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
@@ -216,7 +229,7 @@ class SharedMemory(Carrier):
         if mapping is None:
             name = SegmentName(self._peer, descriptor, inode, size)
             mapping = map_segment(name, private=private)
-            self._tell(2, number)
+            self.tell("opened", number)
             if not private:
                 self._mappings[number] = mapping
         if mapping.size != size:
@@ -231,13 +244,7 @@ class SharedMemory(Carrier):
     def _on_freed(self, freed: tuple[int, int]) -> None:
         key, number = freed
         if self._buffers.pop(key, None) is not None:
-            self._tell(0, number)
-
-    def _tell(self, kind: int, number: int) -> None:
-        """Tell the peer, at the end of this iteration, that a segment is released, closed, open."""
-        if not any(self._news):
-            self._loop.call_soon(self._write)
-        self._news[kind].append(number)
+            self.tell("released", number)
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -176,6 +176,8 @@ class TensorSockets(Carrier):
         given_up: queue of arrivals whose messages are not sent.
     """
 
+    NEWS, FIELDS = TRANSFERS, _News
+
     def __init__(
         self,
         wire: Wire,
@@ -205,7 +207,6 @@ class TensorSockets(Carrier):
         self._incoming = IncomingTransfers(self._limit, self._allocate)
         self._arrived: EntryQueue[tuple[int, bool]] = EntryQueue(loop, self._on_arrived)
         self._dialing: set[asyncio.Task[None]] = set()
-        self._news: dict[str, Any] = {}  # fields of `_News`
 
     def __repr__(self) -> str:
         return f"<TensorSockets {len(self._jobs)} transfers out, {self._incoming!r}>"
@@ -219,7 +220,7 @@ class TensorSockets(Carrier):
         """Tell the peer how many bytes may be under way to this end."""
         if not self._is_offered and self._limit:
             self._is_offered = True
-            self._write(_News(limit=self._limit, host=sharing_group()))
+            self._tell_now(limit=self._limit, host=sharing_group())
 
     def on_news(self, data: bytes) -> None:
         news: _News = _read_news(data)
@@ -248,20 +249,6 @@ class TensorSockets(Carrier):
         for job in [] if limit else [*self._jobs.values()]:
             self._cancel(job)
 
-    def _write(self, news: _News) -> None:
-        if self._wire.is_open:
-            self._wire.write(frame(TRANSFERS, dump(news)))
-
-    def tell(self, field: str, item: Any) -> None:
-        """Tell the peer, at the end of this iteration."""
-        if not self._news:
-            self._soon(self._send_news)
-        self._news.setdefault(field, []).append(item)
-
-    def _send_news(self) -> None:
-        news, self._news = self._news, {}
-        self._write(_News(**news))
-
     def _soon(self, step: Callable[[], object]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon(step)
@@ -271,7 +258,7 @@ class TensorSockets(Carrier):
     def _open(self, purpose: int) -> None:
         """Open the sockets of one direction, or let the caller open them."""
         if self._dial is None:
-            self._write(_News(wants_sockets=True))
+            self._tell_now(wants_sockets=True)
             return
         dialing, context = self._dial_all(self._dial, purpose), contextvars.Context()
         # Without the deadline of the call whose tensors are sent.
@@ -292,7 +279,7 @@ class TensorSockets(Carrier):
             if purpose == ARGUMENTS:
                 self._set_limit(0)
             else:
-                self._write(_News(limit=0))
+                self._tell_now(limit=0)
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket, if the connection is open."""

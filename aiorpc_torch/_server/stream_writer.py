@@ -13,7 +13,7 @@ from typing import Any
 
 from .._aio.tasks import warn_if_blocking
 from .._aio.threads import memory_threads, run_in_thread
-from .._wire.buffers import COPIED_AT_ONCE
+from .._wire.buffers import COPY_ON_LOOP
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
 from .._wire.connection_state import INITIAL_CREDIT, credit_cost
 from .._wire.entered import Entered
@@ -55,7 +55,7 @@ class StreamCall(RpcCall):
     async def send_from_loop(self, item: Any) -> bool:
         """Send an item as `send` does; a large one is copied in a thread."""
         kind, content = self._encode_item(item)
-        if cell_bytes(kind, content) <= COPIED_AT_ONCE:
+        if cell_bytes(kind, content) <= COPY_ON_LOOP:
             return self._send(kind, copy_cell(kind, content))
         copy = functools.partial(copy_cell, kind, content)
         return self._send(kind, await run_in_thread(copy, "", memory_threads))

@@ -27,7 +27,7 @@ from .._torch.modules import reduce_module
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
 from .blocks import share
-from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
+from .buffers import COPY_ON_LOOP, NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
 from .by_value import (
     NAMED,
     NotByName,
@@ -185,10 +185,6 @@ def _unpickled(
     return _ValueUnpickler(file, tensors, values, buffers).load()
 
 
-LOADED_AT_ONCE = 2 << 20
-"""Bytes of a long pickle that is loaded on the event loop; a longer one is loaded in a thread."""
-
-
 class LongPickle(NamedTuple):
     """The arguments of `unpack` for a value whose bytes have to be copied."""
 
@@ -216,7 +212,7 @@ def _load(pickles: list[LongPickle], loop: Any, then: Callable[[Any], object]) -
 
 def unpack_or_defer(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
     """Return the value, a `RemoteFailure`, or a `LongPickle` if it has to be loaded apart."""
-    if outside[0] and sum(map(size_of, tensors)) > LOADED_AT_ONCE:
+    if outside[0] and sum(map(size_of, tensors)) > COPY_ON_LOOP:
         return LongPickle(data, tensors, outside)
     return unpack(data, tensors, outside)
 

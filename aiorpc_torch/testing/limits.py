@@ -1,7 +1,7 @@
 """Limits of the library that tests of behaviour need. They are no promises and may change."""
 
 from .._aio.tasks import SLOW_STEP as _SLOW_STEP
-from .._carrier.segment_store import COPY_ON_LOOP as _COPY_ON_LOOP
+from .._wire.buffers import COPY_ON_LOOP as _COPY_ON_LOOP
 from .._wire.connection_state import BYTES_PER_CREDIT as _BYTES, INITIAL_CREDIT, MAX_CALLS
 from .._wire.frames import MAX_FRAME as _MAX_FRAME
 from .._wire.tensors import INLINE_BYTES as _INLINE_BYTES

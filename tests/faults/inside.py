@@ -185,7 +185,7 @@ def _of_sockets(side: str, link: TensorSockets) -> dict[str, int]:
         f"{side}: exported segments": len(link._exported),
         f"{side}: transfers that arrive": len(link._incoming),
         f"{side}: bytes that arrive": link._incoming._held,
-        f"{side}: unsent news": len(link._news),
+        f"{side}: unsent news": len(link._untold),
         f"{side}: sockets": sum(len(each) for each in (link._sender, link._receiver) if each),
     }
 

@@ -117,7 +117,7 @@ MALFORMED: dict[str, tuple[int, Any]] = {
     "opened what is not held": (SEGMENTS, (None, None, (), (), (7,))),
     "an offer of nothing": (SEGMENTS, ((), None, *NEWS)),
     "an offer of text": (SEGMENTS, (("a", "b", "c", "d"), None, *NEWS)),
-    "too few fields": (SEGMENTS, (None,)),
+    "too many fields": (SEGMENTS, (None, None, *NEWS, ())),
     "no fields": (SEGMENTS, 5),
     "a segment before any offer": (SHARED, (((1, 3, 5, 4096, False),), (), b"")),
     "no segment": (SHARED, ((), (), b"")),
