@@ -142,12 +142,6 @@ def completed_future(value: Any) -> "Future[Any]":
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
-def ping(_: bytes) -> "Future[Any]":
-    """Answer at once: this process is alive."""
-    return completed_future(None)
-
-
-@functions.async_execution  # type: ignore[untyped-decorator]
 def introduce(data: bytes) -> "Future[Any]":
     """Introduce a caller that wants a connection."""
     pin_thread_state()

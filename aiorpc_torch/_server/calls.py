@@ -35,6 +35,7 @@ from .._wire.messages import Arguments, Carried
 from .._wire.pickling import pack
 from .._wire.targets import GENERATOR_HINT, function_name
 from .._wire.tensors import small_tensor
+from ..errors import WorkerLost
 from .reply import DeferredReply
 from .session import Session
 
@@ -55,6 +56,7 @@ class ServerCall:
 
     # Defaults of the class, which cost a call nothing.
     is_cancelled = has_started = False
+    why_lost: str | None = None  # set if it is cancelled because its caller was lost
     task: asyncio.Task[None] | None = None  # set while it runs on the loop
     joiner: Joiner | None = None  # set if `function` is batched
     deadline: float | None = None
@@ -223,7 +225,15 @@ class RpcCall(ServerCall):
     def fail(self, exc: BaseException) -> None:
         if self.number in self.session.calls:
             note_rref(exc)
-            self._finish(FAILED, RemoteFailure.of(exc, self.worker), exc)
+            failure = RemoteFailure.of(exc, self.worker)
+            if self.why_lost is not None and isinstance(exc, asyncio.CancelledError):
+                # The caller was frozen, say: it has not cancelled the call, but lost it.
+                reason = (
+                    f"it had lost worker {self.caller!r} ({self.why_lost}), and ended its calls"
+                )
+                lost = WorkerLost(self.worker, reason, method=self.name, may_have_run=True)
+                failure = RemoteFailure.refusal(lost, self.worker)
+            self._finish(FAILED, failure, exc)
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
         if self.is_cancelled:  # nobody would collect a large result

@@ -75,14 +75,16 @@ class SessionTable(dict[SessionKey, Session]):
         for session in self.of(caller):
             session.ping()
 
-    def cancel_calls_of(self, caller: str) -> None:
-        """Cancel the calls of a worker."""
+    def cancel_calls_of(self, caller: str, why_lost: str | None = None) -> None:
+        """Cancel the calls of a worker, because it was lost or has left."""
         for session in self.of(caller):
-            _cancel_calls(session)
+            _cancel_calls(session, why_lost)
 
 
-def _cancel_calls(session: Session) -> None:
+def _cancel_calls(session: Session, why_lost: str | None = None) -> None:
     for call in [*session.calls.values()]:
+        if not call.is_cancelled:
+            call.why_lost = why_lost
         call.cancel()
         if call.task is None:  # in a thread, or waits for a payload
             call.abandon(asyncio.CancelledError())

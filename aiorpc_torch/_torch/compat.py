@@ -48,6 +48,7 @@ try:
         TensorPipeAgent,
         WorkerInfo,
         _delete_all_user_and_unforked_owner_rrefs as delete_rrefs,
+        _invoke_rpc_builtin as invoke_builtin,
         _invoke_rpc_python_udf as invoke_rpc,
         _is_current_rpc_agent_set as has_agent,
         _set_profiler_node_id as set_profiler_node,

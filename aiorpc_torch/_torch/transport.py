@@ -27,6 +27,7 @@ from .compat import (
     WorkerInfo,
     current_context_id,
     force_context,
+    invoke_builtin,
     invoke_rpc,
     serialize,
 )
@@ -123,6 +124,18 @@ def send(
     args = (data, [*tensors]) if tensors else (data,)
     payload, table = serialize(PythonUDF(function, args, {}))  # type: ignore[no-untyped-call]
     return invoke_rpc(peer, payload, table, 0.0, True)  # type: ignore[no-any-return]
+
+
+def ping(peer: WorkerInfo) -> "Future[Any]":
+    """Let a worker show that its process runs, whatever its Python code does.
+
+    torch answers an operator in C++, without the GIL: in 7 to 66 ms while a method of the worker
+    kept the GIL for 5 s. (2.15)
+    """
+    return invoke_builtin(peer, "aten::numel", 0.0, _NOTHING)  # type: ignore[no-any-return]
+
+
+_NOTHING = torch.zeros(1)
 
 
 @contextlib.contextmanager

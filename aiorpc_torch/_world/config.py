@@ -43,6 +43,10 @@ def is_list_of_names(value: Any) -> bool:
     return is_list and all(isinstance(each, str) for each in value)
 
 
+MIN_HEARTBEAT = 0.05
+"""Seconds: a busy machine delays an answer to a ping by more than a few milliseconds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """The checked arguments that `worker()` and `attach()` have in common."""
@@ -58,17 +62,22 @@ class NodeConfig:
         check_type("threads", self.threads, int)
         check_type("start_timeout", self.start_timeout, Real)
         check_type("heartbeat", self.heartbeat, Real)
+        if not self.start_timeout >= 0.0:  # nan is not
+            raise ValueError(f"start_timeout must be at least 0 s, got {self.start_timeout!r}")
         if self.stop_timeout is not None:
             check_type("stop_timeout", self.stop_timeout, Real, " or None")
+            if not self.stop_timeout >= 0.0:
+                raise ValueError(f"stop_timeout must be at least 0 s, got {self.stop_timeout!r}")
         if self.max_restarts is not None:
             check_type("max_restarts", self.max_restarts, int)
             if self.max_restarts < 0:
                 raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if not 0.0 < self.heartbeat < float("inf"):
+        if not MIN_HEARTBEAT <= self.heartbeat < float("inf"):
             raise ValueError(
-                f"heartbeat must be a finite number of seconds above 0, got {self.heartbeat!r}"
+                "heartbeat must be a finite number of seconds, at least "
+                f"{MIN_HEARTBEAT}, got {self.heartbeat!r}"
             )
 
 

@@ -20,10 +20,9 @@ from .._aio.waiting import WaitReport
 from .._port.port import Port
 from .._port.purposes import DIRECTORY
 from .._port.tls import TlsError
-from .._protocol import endpoints
 from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
-from .._torch.transport import send, wrap_future
+from .._torch.transport import ping, wrap_future
 from ..errors import WorkerLost, WorldTimeout
 from . import directory_messages as wire
 from .directory_messages import ToWorker, read_to_worker
@@ -442,7 +441,7 @@ async def _is_alive(node: "Node", name: str) -> bool:
         return False
     try:
         async with asyncio.timeout(PING_TIMEOUT):
-            await wrap_future(send(node.members.workers[name].info, endpoints.ping, b""))
+            await wrap_future(ping(node.members.workers[name].info))
     except Exception:
         return False
     return True

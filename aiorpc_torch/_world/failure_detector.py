@@ -2,8 +2,9 @@
 
 The connections of a killed peer end: it is pinged at once, and torch's send fails. The connections
 of a frozen or unreachable peer do not end: it is pinged after some seconds of silence. Pings go to
-a thread of torch's, and to the event loop on each open connection. A peer is lost if neither
-answers, so one with a blocked loop is not lost. `HeartbeatTracker` decides when.
+the event loop on each open connection, and to a thread of torch's, which answers without the GIL.
+A peer is lost if neither answers, so one whose Python code blocks the loop, or keeps the GIL, is
+not lost. `HeartbeatTracker` decides when.
 """
 
 import asyncio
@@ -16,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
-from .._protocol import endpoints
 from .._protocol.members import Members
 from .._torch.compat import RawFuture, WorkerInfo
-from .._torch.transport import classify_error, send, when_done, wrap_future
+from .._torch.transport import classify_error, ping, when_done, wrap_future
 from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost
 from .heartbeat import HeartbeatTracker
 
@@ -255,7 +255,7 @@ class FailureDetector:
         for delay in _SEE_OFF_DELAYS:
             await asyncio.sleep(delay)
             try:
-                await wrap_future(send(info, endpoints.ping, b""))
+                await wrap_future(ping(info))
             except Exception:
                 return
 
@@ -292,7 +292,7 @@ class FailureDetector:
         if (peer, info.id) in self._unanswered:
             return
         try:
-            answer = send(info, endpoints.ping, b"")
+            answer = ping(info)
         except Exception as exc:
             self._on_unreachable(peer, exc)
         else:

@@ -182,7 +182,7 @@ class Node:
     def fail(self, peer: str, error: RpcError) -> None:
         """Fail the calls to a lost peer, and cancel its own."""
         self.pool.on_peer_lost(peer, error)
-        self.server.sessions.cancel_calls_of(peer)
+        self.server.sessions.cancel_calls_of(peer, getattr(error, "reason", str(error)))
 
     def on_detached(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left torch's world to others."""

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
-from .._protocol import endpoints
 from .._torch.agent import Agent, PeerInfo, channel_names
 from .._torch.devices import DeviceRoutes, NamedDeviceMaps
-from .._torch.transport import send, wrap_future
+from .._torch.transport import ping, wrap_future
 from . import network
 from .config import WorkerConfig
 from .device_maps import resolve_device_maps
@@ -145,16 +144,16 @@ class Startup:
         peers = [peer for peer in members if peer.name != self._config.name]
         if no_route := [peer for peer in peers if not network.has_route(peer.address)]:
             return no_route
-        pings = [wrap_future(send(peer.info, endpoints.ping, b"")) for peer in peers]
+        pings = [wrap_future(ping(peer.info)) for peer in peers]
         timeout = min(REACH_TIMEOUT, self._directory.remaining() + PING_GRACE)
         await asyncio.wait(pings, timeout=timeout)
         missing = [
             peer
-            for peer, ping in zip(peers, pings, strict=True)
-            if not ping.done() or ping.exception()
+            for peer, answer in zip(peers, pings, strict=True)
+            if not answer.done() or answer.exception()
         ]
-        for ping in pings:
-            ping.cancel()
+        for answer in pings:
+            answer.cancel()
         return missing
 
     def _unreachable_text(self, missing: Sequence[PeerInfo]) -> str:

@@ -348,7 +348,8 @@ class Outside:
         with contextlib.ExitStack() as stack:
             replace = functools.partial(_replaced, stack)
             replace(_Transport, "write", self._write)
-            replace(transport, "invoke_rpc", self._invoke)
+            for name in ("invoke_rpc", "invoke_builtin"):
+                replace(transport, name, self._invoke)
             replace(transport, "_queue_of", self._queue_of)
             replace(threads.DaemonThreadPool, "submit", self._submit)
             replace(threads.ThreadCache, "__call__", self._run_cached)

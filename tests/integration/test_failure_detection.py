@@ -153,6 +153,7 @@ async def test_frozen_and_busy_peers(workers: Workers) -> None:
     await workers(["b", "c"], heartbeat=heartbeat, transports=["uv"])
     await check_busy_loops(heartbeat)
     await check_frozen(heartbeat)
+    await check_that_keeps_the_gil(heartbeat)
 
 
 async def check_busy_loops(heartbeat: float) -> None:
@@ -179,11 +180,25 @@ async def check_busy_loops(heartbeat: float) -> None:
     assert await asyncio.gather(*waiting) == [None, "None"]
 
 
+async def check_that_keeps_the_gil(heartbeat: float) -> None:
+    """torch answers pings without the GIL: what waits for the peer goes on, and runs once."""
+    gate = await create("b", Gate)
+    waiting = [asyncio.create_task(each) for each in (remote(gate).passed(), call("b", actors.pid))]
+    await remote(gate).entered()
+    seconds = 2.5 * heartbeat
+    assert await call("b", actors.keep_gil, seconds) == seconds
+    await remote(gate).open()
+    assert await asyncio.gather(*waiting) == [None, await call("b", actors.pid)]
+    assert await remote(gate).cancelled(0) == 0
+
+
 async def check_frozen(heartbeat: float) -> None:
     """Its callers and its callees lose it."""
     pid = await call("c", actors.pid)
     mine, theirs = await create("c", Gate), await create("c", Gate)  # c runs calls of others
     gate, streams = await create("b", Gate), await create("b", Streams)  # c calls b
+    await call("c", actors.try_in_a_task, gate, "passed")
+    await remote(gate).entered()
     tasks = [
         named("what c asked of b", call("c", actors.try_on, gate, "passed")),
         named("what b asked of c", call("b", actors.try_on, theirs, "passed")),
@@ -192,8 +207,9 @@ async def check_frozen(heartbeat: float) -> None:
         named("of b's stream", call("c", actors.iterate_on, streams, "follow")),
     ]
     async with asyncio.timeout(30.0):
-        for each in (gate, theirs, mine):
+        for each in (theirs, mine):
             await remote(each).entered()
+        await remote(gate).entered(2)
         await remote(streams).followed()
     start = time.monotonic()
     with frozen("c"):
@@ -206,7 +222,7 @@ async def check_frozen(heartbeat: float) -> None:
             assert f"'c' is lost: no sign of life for {heartbeat:g} s" in told
             assert seconds < 3 * heartbeat + SLACK
         async with asyncio.timeout(30.0):
-            assert await remote(gate).cancelled() == 1
+            assert await remote(gate).cancelled(2) == 2
             assert await remote(streams).closed() == 1
         print(f"frozen: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
         assert time.monotonic() - start < 3 * heartbeat + SLACK
@@ -219,15 +235,28 @@ async def check_frozen(heartbeat: float) -> None:
         assert await call("b", actors.try_on, theirs, "cancelled") == "1"
         counter = await create("b", Counter)
         assert await call("c", actors.call_on, counter, "aadd", 5) == 5
-    assert not [each for each in await call("c", actors.outcomes) if "WorkerLost" in each]
+    (told,) = await call("c", actors.tried)  # b had ended it: nothing was cancelled here
+    assert told.startswith("WorkerLost(\"worker 'b' is lost: it had lost worker 'c' (no sign of"), (
+        told
+    )
+    assert told.endswith('passed may have run")'), told
     assert aiorpc.observe.stats().in_flight == 0
 
 
-@pytest.mark.parametrize("heartbeat", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("heartbeat", [0.0, -1.0, 1e-9, float("inf"), float("nan")])
 async def test_invalid_heartbeat(heartbeat: float) -> None:
     """It raises before anything starts."""
     with pytest.raises(ValueError, match="heartbeat must be a finite number"):
         async with aiorpc.local_world(0, heartbeat=heartbeat):
+            pass
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+@pytest.mark.parametrize("option", ["start_timeout", "stop_timeout"])
+async def test_invalid_timeout(option: str, seconds: float) -> None:
+    """As that of a heartbeat."""
+    with pytest.raises(ValueError, match=f"{option} must be at least 0 s, got {seconds}"):
+        async with aiorpc.local_world(0, **{option: seconds}):
             pass
 
 

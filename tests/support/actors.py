@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import ctypes
 import itertools
 import os
 import threading
@@ -449,6 +450,25 @@ async def try_on(rref: Any, name: str, *args: Any) -> str:
 
 async def outcomes() -> list[str]:
     return _outcomes
+
+
+_tried: set[asyncio.Task[str]] = set()
+
+
+async def try_in_a_task(rref: Any, name: str, *args: Any) -> None:
+    """Start `try_on`, also for the time when whoever calls this is lost."""
+    _tried.add(asyncio.create_task(try_on(rref, name, *args)))
+
+
+async def tried() -> list[str]:
+    """What came of all that was started."""
+    return [await each for each in _tried]
+
+
+def keep_gil(seconds: float) -> float:
+    """What C code does that computes for long: no other Python code of the process runs."""
+    ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+    return seconds
 
 
 async def hold_loop(seconds: float) -> float:
