@@ -56,12 +56,21 @@ class SocketWork:
         with self._lock:
             counts = self._counts.setdefault(owner, Counter())
             counts[what] += 1
+        ended = Counter({what: 1})
         try:
             yield
+        except BaseException:
+            if what == "chunks":  # until its thread has told of it, and ends
+                with self._lock:
+                    counts["broken chunks"] += 1
+                ended.clear()
+            raise
         finally:
             with self._lock:
-                counts[what] -= 1
-                counts[f"ended {what}"] += 1
+                if what == "threads":
+                    ended["chunks"] = counts.pop("broken chunks", 0)
+                counts.subtract(ended)
+                counts.update({f"ended {each}": count for each, count in ended.items()})
 
 
 class _Queue(queue.SimpleQueue[Any]):
