@@ -5,6 +5,7 @@ sender while it writes, and each receiver until it has freed its tensors. Only a
 again: new pages cost more CPU than the bytes. (tests/unit/carrier/test_memory_pool.py)
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -31,7 +32,7 @@ class Piece(Generic[M]):
     """A piece of memory.
 
     Attributes:
-        number: its number in the pool; numbers are never used again.
+        number: its number in this process; numbers are never used again.
         size: its bytes.
         memory: what `make` has returned for it.
         holders: number of those who write or read it.
@@ -53,6 +54,11 @@ class Piece(Generic[M]):
 
     def __repr__(self) -> str:
         return f"<Piece {self.number}, {self.size:,} bytes, {self.holders} holders>"
+
+
+# Of all pools: a message may be sent again once the pool of its piece is closed, beside messages in
+# pieces of another pool.
+_numbers = itertools.count(1)
 
 
 class MemoryPool(Generic[M]):
@@ -80,7 +86,6 @@ class MemoryPool(Generic[M]):
         self._make = make
         self._closed = closed
         self._count = count
-        self._last = 0
         self._pieces: dict[int, Piece[M]] = {}
         self._free: dict[int, list[Piece[M]]] = {}  # by size; the last one was used last
 
@@ -100,9 +105,8 @@ class MemoryPool(Generic[M]):
         if free := self._free.get(size):
             piece = free.pop()
         elif self._make_space(size):
-            piece = Piece(self._last + 1, size, self._make(size))
-            self._last += 1
-            self._pieces[self._last] = piece
+            piece = Piece(next(_numbers), size, self._make(size))
+            self._pieces[piece.number] = piece
             self.total += size
         else:
             return None

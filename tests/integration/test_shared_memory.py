@@ -5,7 +5,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +98,34 @@ async def test_each_receiver_has_its_own(workers: Workers) -> None:
         assert await remote(members).sums() == [[size * (1.0 + n) for n in range(3)]] * 4
         await remote(members).drop()
     assert stats().segments - before <= 6  # one for each of six calls, not for each member
+
+
+@pytest.mark.promise("shared.own")
+async def test_a_tensor_that_is_sent_again_beside_others(tmp_path: Path) -> None:
+    """A group call that is made again: what its worker keeps of other calls stays as it is."""
+    entered, may_end = tmp_path / "entered", tmp_path / "may end"
+
+    async def have_entered(count: int) -> bool:
+        return entered.exists() and len(entered.read_text().split()) == count
+
+    async with aiorpc.local_world(["a"], max_restarts=1), asyncio.timeout(SOON):
+        one, other = await aiorpc.supervised(["a", "a"], TensorShelf)
+        weigh = remote(aiorpc.Group([one, other]), retries=1).weigh
+        weighing = asyncio.ensure_future(weigh(torch.ones(LARGE), entered, may_end))
+        await until(lambda: have_entered(2))
+        kill("a")
+        await until(lambda: have_entered(4))
+        shelf = remote(one)
+        for number in range(4):
+            await shelf.keep(torch.full((LARGE,), float(number)))
+        may_end.touch()
+        assert await weighing == [LARGE, LARGE]
+        del weighing, weigh
+        gc.collect()
+        await shelf.pid()  # behind the news of what was released
+        for number in range(4, 8):
+            await shelf.keep(torch.full((LARGE,), float(number)))
+        assert await shelf.sums() == [LARGE * float(number) for number in range(8)]
 
 
 @pytest.mark.promise("shared.bounds")
@@ -216,3 +246,27 @@ async def test_memory_is_flat(workers: Workers) -> None:
     assert stats().segments <= first[0] + 6
     assert open_segments() <= first[1] + 6
     assert stats().in_flight == 0
+
+
+async def test_the_loop_of_what_is_kept_is_closed(workers: Workers) -> None:
+    """Whoever calls next, on another loop, is not told of it."""
+    await workers(["a"])
+    shelf = await create("a", TensorShelf)
+
+    async def keep() -> None:
+        await connected("a")
+        await remote(shelf).keep(torch.ones(HUGE))
+
+    async def sums() -> list[float]:
+        return await remote(shelf).sums()
+
+    def on_a_loop_of_its_own() -> None:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(keep())
+        loop.close()
+
+    with warnings.catch_warnings():  # such a loop leaves its sockets to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        await asyncio.to_thread(on_a_loop_of_its_own)
+        assert await asyncio.to_thread(lambda: asyncio.run(sums())) == [HUGE]
+        gc.collect()

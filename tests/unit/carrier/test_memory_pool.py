@@ -167,3 +167,15 @@ def test_a_closed_pool_gives_nothing() -> None:
     pool.release(held, 2.0)
     assert pool.acquire(1) is None
     assert (len(pool), pool.total, pool.trim(9.0)) == (0, 0, None)
+
+
+def test_what_a_closed_pool_has_given_is_not_taken_for_a_piece_of_another() -> None:
+    """A peer names what it releases by its number."""
+    first, second = MemoryPool(LIMIT, int), MemoryPool(LIMIT, int)
+    old = acquired(first)
+    first.close()
+    held = acquired(second)
+    assert old.number != held.number
+    second.release(old, 1.0)
+    assert (len(second), held.holders) == (1, 1)
+    assert acquired(second) is not held
