@@ -268,7 +268,7 @@ def links_of(peers: list[str]) -> dict[str, TensorSockets]:
 
 
 def is_sending(link: TensorSockets) -> bool:
-    return any(each.transfer.started for each in link._jobs.values())
+    return any(each.started for each in link._jobs.values())
 
 
 def hold_chunks() -> tuple[threading.Semaphore, threading.Event]:
