@@ -13,6 +13,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, RRef, batched, call, each, remote
 from aiorpc_torch.observe import stats
+from aiorpc_torch.testing import settled
 from tests.support.equal_values import are_equal
 from tests.support.tensor_ways import TENSOR_WAYS, set_way
 
@@ -361,4 +362,6 @@ async def test_a_call_that_is_cancelled_behind_one_that_is_loaded(gate: threadin
         gate.set()
         await first
         assert await shelf.noted() == [LONG]
+        async with asyncio.timeout(SOON):
+            await settled()  # the loop may learn late that it is loaded
         assert (stats().running, stats().in_flight) == (0, 0)
