@@ -212,7 +212,8 @@ def _load(pickles: list[LongPickle], loop: Any, then: Callable[[Any], object]) -
 
 def unpack_or_defer(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
     """Return the value, a `RemoteFailure`, or a `LongPickle` if it has to be loaded apart."""
-    if outside[0] and sum(map(size_of, tensors)) > COPY_ON_LOOP:
+    parts, buffers = outside
+    if parts and sum(buffers) + sum(map(size_of, tensors[-parts:])) > COPY_ON_LOOP:
         return LongPickle(data, tensors, outside)
     return unpack(data, tensors, outside)
 

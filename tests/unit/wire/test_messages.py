@@ -46,7 +46,7 @@ from aiorpc_torch._wire.messages import (
     load_payload,
     numbers_of,
 )
-from aiorpc_torch._wire.pickling import pack, unpack
+from aiorpc_torch._wire.pickling import LongPickle, pack, unpack
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import (
     BoundTarget,
@@ -201,6 +201,7 @@ def across(calls: list[EncodedCall]) -> list[tuple[int, Any, bool, Any]]:
             head.skip(group, rest)
         else:
             rows = head.rows(group, rest)
+            rows = [row.load() if type(row) is LongPickle else row for row in rows]
         assert group.numbers == sorted(group.numbers)
         found += [
             (number, target, head.stream, row)
