@@ -129,8 +129,8 @@ def send(
 def ping(peer: WorkerInfo) -> "Future[Any]":
     """Let a worker show that its process runs, whatever its Python code does.
 
-    torch answers an operator in C++, without the GIL: in 7 to 66 ms while a method of the worker
-    kept the GIL for 5 s. (2.15)
+    torch answers an operator in C++, without the GIL. (2.15; `check_that_keeps_the_gil` in
+    tests/integration/test_failure_detection.py)
     """
     # Of numbers: a profiler of the worker would show an operator of tensors.
     return invoke_builtin(peer, "aten::add", 0.0, 0, 0)  # type: ignore[no-any-return]

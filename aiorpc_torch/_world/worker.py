@@ -215,7 +215,7 @@ async def worker(
             peers are inside). Lost peers are not waited for. A cancellation, Ctrl-C or SIGTERM ends
             the wait. After 10 s the log names who is awaited.
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
-            frozen or unreachable. (A peer that dies is detected at once.)
+            frozen or unreachable. At least 0.05. (A peer that dies is detected at once.)
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
             the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).
