@@ -5,7 +5,6 @@ what the carrier does not take, tensors travel by torch RPC.
 """
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -79,10 +78,6 @@ class Carriers:
         """End what is sent for messages that are not wanted any more."""
         if self.chosen is not None:
             self.chosen.drop_cancelled()
-
-    def add_socket(self, purpose: int, sock: socket.socket) -> None:
-        """Use a proven socket for tensors, if the connection is open."""
-        self.sockets.add_socket(purpose, sock)
 
     def close(self) -> None:
         """End both."""

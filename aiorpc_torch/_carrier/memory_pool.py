@@ -40,9 +40,7 @@ class Piece(Generic[M]):
         free_since: when its last holder let go.
     """
 
-    __slots__ = (
-        *("__weakref__", "free_since", "holders", "is_reusable", "memory", "number", "size"),
-    )
+    __slots__ = ("free_since", "holders", "is_reusable", "memory", "number", "size")
 
     def __init__(self, number: int, size: int, memory: M) -> None:
         self.number = number
@@ -131,8 +129,7 @@ class MemoryPool(Generic[M]):
             if piece.free_since > before:
                 rest = piece.free_since
                 break
-            self._free[piece.size].remove(piece)
-            self._forget(piece)
+            self._give_back(piece)
         return rest
 
     def close(self) -> None:
@@ -157,9 +154,13 @@ class MemoryPool(Generic[M]):
         for piece in unused:
             if self.total + size <= self._limit and len(self) < self._count:
                 break
-            self._free[piece.size].remove(piece)
-            self._forget(piece)
+            self._give_back(piece)
         return True
+
+    def _give_back(self, piece: Piece[M]) -> None:
+        """Forget a free piece."""
+        self._free[piece.size].remove(piece)
+        self._forget(piece)
 
     def _forget(self, piece: Piece[M]) -> None:
         if self._pieces.pop(piece.number, None) is not None:  # else the pool was closed

@@ -18,6 +18,11 @@ def left_text(worker: str) -> str:
     return f"worker {worker!r} has left its world"
 
 
+def reason_of(error: RpcError) -> str:
+    """Return in one line why a peer is lost."""
+    return getattr(error, "reason", str(error))
+
+
 class Members:
     """The members of one world with their current processes, and what is known of them.
 

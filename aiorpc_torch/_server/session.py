@@ -292,7 +292,7 @@ class Session(Channel):
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket for tensors."""
-        self._carriers.add_socket(purpose, sock)
+        self._carriers.sockets.add_socket(purpose, sock)
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""

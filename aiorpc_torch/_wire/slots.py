@@ -52,10 +52,6 @@ class Slots(Generic[T]):
         """Return the number of open slots, and of calls held back behind them. In any thread."""
         return sum(map(len, [*self.queues.values()])) if self.queues else 0
 
-    def __contains__(self, number: object) -> bool:
-        """Return whether the slot of a call is open."""
-        return number in self.unfilled
-
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
         item = self._early.pop(number, None)

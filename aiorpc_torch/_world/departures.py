@@ -24,7 +24,7 @@ from .._aio.loops import await_on
 from .._aio.waiting import WaitReport
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
-from .._protocol.members import Members
+from .._protocol.members import Members, reason_of
 from .._torch.agent import is_running
 from .._torch.transport import send, wrap_future
 from .._wire.exceptions import RemoteFailure
@@ -127,7 +127,7 @@ class Departures:
     def lost(self) -> dict[str, str]:
         """Return the peers that are lost, here or for the coordinator, with the reasons."""
         here = self.members.lost_peers.items()
-        reasons = {peer: getattr(error, "reason", str(error)) for peer, error in here}
+        reasons = {peer: reason_of(error) for peer, error in here}
         return {**self._lost_there, **reasons}
 
     async def has_left_in_order(self, peer: str) -> bool:

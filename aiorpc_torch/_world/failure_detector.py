@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
-from .._protocol.members import Members
+from .._protocol.members import Members, reason_of
 from .._torch.compat import RawFuture, WorkerInfo
 from .._torch.transport import classify_error, ping, when_done, wrap_future
 from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost
@@ -329,7 +329,7 @@ class FailureDetector:
             return
         log.info("%s: %s", self._members.name, error)
         self.lost_peers[peer] = error
-        self._node.note("lost", peer, getattr(error, "reason", str(error)))
+        self._node.note("lost", peer, reason_of(error))
         self._probed[peer].set()
         self._node.fail(peer, error)
         self._node.departures.settle()

@@ -15,7 +15,7 @@ from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._port.port import Port
 from .._protocol.endpoints import completed_future
-from .._protocol.members import Members, left_text, replaced_text
+from .._protocol.members import Members, left_text, reason_of, replaced_text
 from .._server.exports import ExportPolicy
 from .._server.server import Server
 from .._torch import rrefs
@@ -182,7 +182,7 @@ class Node:
     def fail(self, peer: str, error: RpcError) -> None:
         """Fail the calls to a lost peer, and cancel its own."""
         self.pool.on_peer_lost(peer, error)
-        self.server.sessions.cancel_calls_of(peer, getattr(error, "reason", str(error)))
+        self.server.sessions.cancel_calls_of(peer, reason_of(error))
 
     def on_detached(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left torch's world to others."""

@@ -435,21 +435,12 @@ async def iterate_on(rref: Any, name: str, *args: Any) -> list[Any]:
     return [item async for item in getattr(remote(rref), name)(*args)]
 
 
-_outcomes: list[str] = []
-
-
 async def try_on(rref: Any, name: str, *args: Any) -> str:
-    """What comes of a call elsewhere; also kept here, should nobody hear of it."""
+    """What comes of a call elsewhere."""
     try:
-        outcome = repr(await call_on(rref, name, *args))
+        return repr(await call_on(rref, name, *args))
     except Exception as exc:
-        outcome = repr(exc)
-    _outcomes.append(outcome)
-    return outcome
-
-
-async def outcomes() -> list[str]:
-    return _outcomes
+        return repr(exc)
 
 
 _tried: set[asyncio.Task[str]] = set()

@@ -245,6 +245,7 @@ class Sending(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         assert len(self.state) == len(self.unsent)
+        assert self.state.has_unsent() is bool(self.unsent)
         assert (self.state.cancels, self.state.credits) == (self.cancels, self.credits)
         assert len(self.window) == len(self.open)
         assert self.dropped == []
@@ -542,6 +543,7 @@ class Copying(RuleBasedStateMachine):
         """Nothing is lost: what a caller waits for was sent, or is there."""
         if hasattr(self, "state"):
             assert len(self.state) >= len(self.unsent)
+            assert self.state.has_unsent() is bool(len(self.state))
             assert {*self.open} <= {*self.window}
             assert self.state.cancels == self.told
             assert not {call.number for call in self.dropped} & {*self.pending, *self.open}
