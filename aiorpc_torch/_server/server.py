@@ -27,7 +27,7 @@ from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
-from .._wire.exceptions import RemoteFailure
+from .._wire.exceptions import FailedWorker, LeavingWorker, RemoteFailure
 from .._wire.handshake import Party, dump_introduction
 from .._wire.messages import (
     ResultKey,
@@ -36,7 +36,7 @@ from .._wire.messages import (
 )
 from .._wire.payloads import detach_data
 from .._wire.plain import reader
-from ..errors import RemoteError, RpcError, WorkerGone, WorkerLeft, WorkerLost
+from ..errors import RemoteError, RpcError, WorkerGone, WorkerLost
 from .calls import RpcCall, ServerCall
 from .created import CreatedObjects
 from .dispatch import NO_RESULTS, Dispatcher
@@ -255,10 +255,10 @@ class Server:
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _gone(self, *, may_have_run: bool = False) -> WorkerGone:
+    def _gone(self, *, may_have_run: bool = False, method: str | None = None) -> WorkerGone:
         """Return the error for calls of this worker, which leaves or has failed."""
-        kind = WorkerLost if self._failure else WorkerLeft
-        return kind(self.name, self._failure, may_have_run=may_have_run)
+        kind = FailedWorker if self._failure else LeavingWorker
+        return kind(self.name, self._failure, method=method, may_have_run=may_have_run)
 
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.
@@ -304,7 +304,7 @@ class Server:
         calls = self.open_calls()
         for call in calls:
             # It has arrived: its caller must not take it for unsent.
-            call.abandon(self._gone(may_have_run=True))
+            call.abandon(self._gone(may_have_run=True, method=call.name))
         for call in calls:
             call.cancel()
         sessions = [*self.sessions.values()]

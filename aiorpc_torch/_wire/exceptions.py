@@ -19,7 +19,15 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..errors import GroupError, RemoteError, RemoteTraceback, RpcError, WorkerLeft
+from ..errors import (
+    GroupError,
+    RemoteError,
+    RemoteTraceback,
+    RpcError,
+    WorkerGone,
+    WorkerLeft,
+    WorkerLost,
+)
 from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 from .plain import wire_text
@@ -36,20 +44,30 @@ _NOT_TRANSFERABLE = (
 )
 
 
-class LeavingWorker(WorkerLeft):
-    """The error of calls that this worker ends as it leaves.
+class _OwnEnd(WorkerGone):
+    """The error of calls that this worker ends since it leaves or has failed.
 
-    Its callers get a WorkerLeft without a remote traceback, and so tell it from one that a method
-    has raised.
+    Its callers get one of the public class, without a remote traceback, and so tell it from one
+    that a method has raised.
     """
 
     def __reduce__(self) -> Any:
-        make, (_, *args), *state = super().__reduce__()
-        return make, (WorkerLeft, *args), *state
+        make, (kind, *args), *state = super().__reduce__()
+        return make, (kind.__bases__[-1], *args), *state
 
 
-LeavingWorker.__name__ = LeavingWorker.__qualname__ = WorkerLeft.__name__
-LeavingWorker.__module__ = WorkerLeft.__module__
+class LeavingWorker(_OwnEnd, WorkerLeft):
+    """It leaves."""
+
+
+class FailedWorker(_OwnEnd, WorkerLost):
+    """It has failed."""
+
+
+for _kind in (LeavingWorker, FailedWorker):  # their summaries name the public class
+    _public = _kind.__bases__[-1]
+    _kind.__name__ = _kind.__qualname__ = _public.__name__
+    _kind.__module__ = _public.__module__
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -73,7 +91,7 @@ class RemoteFailure:
     @classmethod
     def of(cls, exc: BaseException, worker: str) -> "RemoteFailure":
         """Describe `exc`, raised on `worker`. Never raises."""
-        if type(exc) is LeavingWorker:
+        if isinstance(exc, _OwnEnd):
             return cls.refusal(exc, worker)
         return cls(worker, _summary(exc), _text(exc), *(_dump(exc) or (None,)))
 

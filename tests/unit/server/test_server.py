@@ -14,6 +14,7 @@ from aiorpc_torch._protocol.members import replaced_text
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.frames import CALLS, frame
 from aiorpc_torch._wire.plain import dump
+from aiorpc_torch.types import RemoteTraceback
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, gated_in_a_thread, two_ends, until
 
@@ -77,6 +78,8 @@ async def test_a_worker_that_leaves_fails_what_runs(
         await running
     assert isinstance(raised.value, WorkerLost | WorkerLeft)
     assert raised.value.may_have_run
+    assert raised.value.method in ("gated", "gated_in_a_thread")
+    assert not isinstance(raised.value.__cause__, RemoteTraceback)  # no method has raised it
     assert ends.gate.cancelled == (not plain)
     assert not ends.server.sessions
 
