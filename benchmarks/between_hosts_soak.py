@@ -12,7 +12,6 @@ Linux.
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 from ._between_hosts_soak_side import SURVIVORS, WORKERS, Sample, left
 from ._hosts import Host, hosts
+from ._process import use_one_arena
 from ._soak_end import end, parse_sizes
 
 SIDE = "benchmarks._between_hosts_soak_side"
@@ -134,9 +134,7 @@ def main(given: argparse.Namespace) -> list[str]:
     rests: list[list[Sample]] = []
     print(f"round   messages       GB    lost  {'; '.join(SURVIVORS)}: MB, descriptors, threads")
     words = [str(given.seed), str(given.rounds), str(given.messages)]
-    # glibc gives each new thread an arena, until there are eight for a processor, and each keeps
-    # some megabytes of its own.
-    os.environ["MALLOC_ARENA_MAX"] = "1"
+    use_one_arena()
     with hosts() as both, contextlib.closing(Processes(both, words)) as processes:
         for kind, value in events(processes):
             if kind == "round":

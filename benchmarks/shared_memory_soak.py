@@ -19,7 +19,7 @@ from aiorpc_torch import Group, RRef, WorkerLost, call, create, remote, testing
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 
 from ._compare import lay_out
-from ._process import mapped_segments, open_descriptors, swept_memory
+from ._process import mapped_segments, open_descriptors, swept_memory, use_one_arena
 from ._shared_memory_shelf import Client, Shelf
 from ._soak_end import end, parse_sizes
 
@@ -217,6 +217,7 @@ def show_rest(before: Sequence[Sample], after: Sequence[Sample]) -> None:
 
 async def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
+    use_one_arena()
     world = testing.world if given.quick else aiorpc.local_world  # children start sooner
     async with world(WORKERS[1:], max_restarts=given.kills + len(VICTIMS)) as me:
         soak = Soak(me, given.seed)

@@ -41,7 +41,7 @@ from .wire_targets import EncodedTarget, NamedTarget
 # ── calls to send ─────────────────────────────────────────────────────────────────────────────────
 
 CALL_OVERHEAD = 64  # approximate bytes of a call without arguments
-MAX_HEADS = 1024  # that one end of a connection remembers
+MAX_HEADS = 256  # that one end of a connection remembers
 MAX_LONE_HEADS = 128  # of lone calls of one method
 MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 
