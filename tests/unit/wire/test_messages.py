@@ -173,11 +173,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 def encoded(
-    number: int, target: Any, stream: bool = False, work: Any = NOTHING, due: float | None = None
+    number: int,
+    target: Any,
+    stream: bool = False,
+    work: Any = NOTHING,
+    due: float | None = None,
+    cache: HeadCache = CACHE,
 ) -> EncodedCall:
     """A call of one caller, which remembers its heads."""
     named = target if isinstance(target, NamedTarget) else encode_target(target, target.on)
-    return encode_call(CACHE, number, named, stream, work, due)
+    return encode_call(cache, number, named, stream, work, due)
 
 
 def message_of(calls: list[EncodedCall]) -> tuple[list[Group], list[Tensor]]:
@@ -262,9 +267,10 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     """One group for each method and kind of arguments, and one column for each argument."""
     calls = [each for each in calls if isinstance(each[0], MethodTarget)]
     assume(calls)
+    cache = HeadCache()  # a full one is emptied, which begins another group
     groups, tensors = message_of(
         [
-            encoded(number, target, work=((value,), {}))
+            encoded(number, target, work=((value,), {}), cache=cache)
             for number, (target, value) in enumerate(calls)
         ]
     )
