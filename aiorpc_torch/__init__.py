@@ -28,13 +28,14 @@ Names with a leading underscore are private.
 #     training    versioned weights, staleness and replay, on the public names alone
 #     testing     worlds, gates and leak checks for the tests of users
 #     types       the types of what the library returns
-#     _world      the node, directory, failure detection, shutdown, child processes
+#     _world      the node, membership, directory, shutdown, child processes
 #     _stats      counters of this process
 #     autograd    contexts and optimizers of distributed autograd
 #     _batching   @batched: policies, scheduler, queue, collation, results
 #     _client     calls out: connection pool, connections, pending calls, streams in
 #     _server     calls in: sessions, dispatch, executor, streams out
 #     _protocol   names, exclusive objects, recorded calls, entry points for torch RPC
+#     _peers      what a worker knows of the others: records, states, the log of changes
 #     _carrier    large tensors: in shared memory, or on sockets of their own
 #     _wire       what travels: frames, codec, state machines of both ends, handshake
 #     _torch      the adapter to torch.distributed.rpc and to private interfaces

@@ -18,9 +18,9 @@ from ._client.proxies import (
     SupervisedProxy as SupervisedProxy,
 )
 from ._client.supervised import Supervised as Supervised
+from ._peers.changes import Change as Change
 from ._server.exports import Export as Export
 from ._torch.devices import DeviceMaps as DeviceMaps
-from ._world.changes import Change as Change
 from ._world.config import OnFailure as OnFailure
 from ._world.local import LocalWorker as LocalWorker
 from ._world.thread import WorkerThread as WorkerThread

@@ -164,7 +164,7 @@ def _nothing(_: Members) -> None:
 
 LOST = r"^WorkerLost: worker 'a' is lost: "
 MAY_HAVE_RUN = r"(; \S+ (may have run|was not sent))?$"  # the error of a call names it
-SILENT = rf"{LOST}no sign of life for {HEARTBEAT:g} s{MAY_HAVE_RUN}"
+SILENT = rf"{LOST}no sign of life for [0-9.]+ s{MAY_HAVE_RUN}"
 SILENCE = HEARTBEAT + SLACK
 
 KILL = Fault("kill -9", LOST, AT_ONCE, _signal(signal.SIGKILL), -signal.SIGKILL)

@@ -22,10 +22,11 @@ import torch
 from .._aio.deadlines import in_seconds
 from .._aio.tasks import InlineFuture, resume_all
 from .._carrier.choice import Carriers
+from .._peers.observer import PeerObserver
+from .._peers.peers import Peer, State
 from .._protocol import propagation
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.interception import TRACER, CallInfo, Kind, begin_call, is_needed
-from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import RecordedCall, record_for_call
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
@@ -82,14 +83,15 @@ class Connection(Channel):
     def __init__(
         self,
         me: Party,
-        peer: WorkerInfo,
+        peer: Peer,
         connection_number: int,
         observer: PeerObserver,
         sendable_devices: Collection[torch.device] = (),
     ) -> None:
         super().__init__()
-        self.peer = peer
-        self._peer_name: str = peer.name  # torch makes a new str each time
+        self.peer: WorkerInfo = peer.member.info
+        self._peer = peer
+        self._peer_name = peer.name  # torch makes a new str each time
         self._me = me
         self._key = (me.name, me.number, connection_number)
         self._observer = observer
@@ -100,7 +102,7 @@ class Connection(Channel):
         window = FlowWindow()
         self._pending = PendingCalls(window, self.release_held)
         self._carriers = Carriers(self, self._loop, self._on_carrier, self._dial)
-        self._transfers = TorchTransfers(peer, self._key, self._pending, self._carriers, self)
+        self._transfers = TorchTransfers(self.peer, self._key, self._pending, self._carriers, self)
         self._pending.collect = self._transfers.collect
         ways = self._carriers, self._transfers
         self._sender = CallSender(
@@ -377,10 +379,10 @@ class Connection(Channel):
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
-        observer = self._observer
-        observer.last_heard[self._peer_name] = time.monotonic()
-        if observer.lost_peers:
-            observer.on_message(self._peer_name)
+        peer = self._peer
+        peer.last_heard = time.monotonic()
+        if peer.state is not State.ALIVE:
+            self._observer.on_message(peer)
         if self._state.queue:
             self.flush()
         if not (wake := self._pending.wake):

@@ -12,10 +12,10 @@ from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
 from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
+from .._peers.peers import Peers
 from .._port.dialer import Dialer
 from .._port.tls import TlsError
 from .._protocol import endpoints
-from .._protocol.members import Members
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.exceptions import RemoteFailure
@@ -85,7 +85,7 @@ class Introductions:
     """
 
     def __init__(
-        self, members: Members, holding: Holding | None = None, dialer: Dialer | None = None
+        self, members: Peers, holding: Holding | None = None, dialer: Dialer | None = None
     ) -> None:
         self.holding = holding
         self._dialer = dialer

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .._aio.loops import call_soon
+from .._peers.observer import PeerObserver
+from .._peers.peers import Peer, Peers
 from .._protocol import endpoints
-from .._protocol.members import Members
-from .._protocol.peer_observer import PeerObserver
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.rrefs import owner_name, past_ids, split_past_name
@@ -53,7 +53,7 @@ class ConnectionPool:
 
     def __init__(
         self,
-        members: Members,
+        members: Peers,
         observer: PeerObserver,
         introductions: Introductions,
         max_restarts: int | None = None,
@@ -99,7 +99,7 @@ class ConnectionPool:
         try:
             return self._members.workers[key].name
         except (KeyError, TypeError):
-            names = ", ".join(self._members.processes)
+            names = ", ".join(self._members.names())
             text = f"no worker {worker!r} in this world; there are: {names}"
             raise UnknownWorker(text) from None
 
@@ -117,7 +117,7 @@ class ConnectionPool:
         return self._connect(by_peer, worker)
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
-        me, peer = self._members.me, self._peer(worker)
+        me, peer = self._members.me, self._find(worker)
         devices = self._sendable_devices.get(worker, ())
         for each in _all(by_peer):
             if each.is_over:
@@ -128,13 +128,13 @@ class ConnectionPool:
         by_peer.setdefault(worker, []).append(connection)
         return connection
 
-    def _peer(self, worker: str) -> WorkerInfo:
+    def _find(self, worker: str) -> Peer:
         if (known := self._members.workers.get(worker)) is not None:
-            if self._introductions.holding is None and self.has_left(worker):
+            if self._introductions.holding is None and known.has_left:
                 raise WorkerLeft(worker, may_have_run=False)
-            return known.info
+            return known
         name, number = split_past_name(worker)
-        if self._members.processes.get(name, number) != number:
+        if self._members.number_of(name) not in (None, number):
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
             raise WorkerLost(name, reason, may_have_run=False)
         raise WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)
@@ -258,12 +258,13 @@ class ConnectionPool:
 
     def has_left(self, worker: str) -> bool:
         """Return whether a worker has told that it leaves in order."""
-        return self._members.leave_messages.get(worker) == ""
+        known = self._members.workers.get(worker)
+        return known is not None and known.has_left
 
-    @property
-    def lost_peers(self) -> Collection[str]:
-        """The lost peers, as they are now: a view that follows."""
-        return self._observer.lost_peers
+    def is_lost(self, worker: str) -> bool:
+        """Return whether a worker is lost."""
+        known = self._members.peers.get(worker)
+        return known is not None and known.is_lost
 
     async def wait_until_alive(self, peer: str) -> None:
         """Wait until a lost peer has rejoined.
@@ -309,8 +310,9 @@ class ConnectionPool:
             if peer in peers:
                 on_loss(error)
         self._tell_supervisors(peer)
-        for loop, each in self._connections_to(peer):
-            call_soon(loop, each.on_peer_lost, error)
+        for loop, by_peer in self._loops():
+            for each in [*by_peer.get(peer, ())]:
+                call_soon(loop, each.on_peer_lost, error)
 
     def end_process(self, worker: str, error: RpcError) -> None:
         """End the connections to a member's process, which was replaced or has left."""

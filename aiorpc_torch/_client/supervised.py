@@ -62,7 +62,6 @@ class Supervised(Generic[T]):
         self._worker = worker
         self._making = factory, args, kwargs
         self._pool: ConnectionPool = current()
-        self._lost_peers = self._pool.lost_peers
         self._loop = asyncio.get_running_loop()  # of the recoveries
         self._lock = threading.Lock()  # calls come from all loops of this process
         self._supervision: Supervision[Waiter] = Supervision()
@@ -101,7 +100,7 @@ class Supervised(Generic[T]):
 
     def _start(self) -> RRef[T] | None:
         """Return the RRef for a call that starts now, None if the call has to `wait`."""
-        if self._lost_peers and self._worker in self._lost_peers:
+        if self._pool.is_lost(self._worker):
             self._lose(self._rref)
         return self._open_rref
 

@@ -1,1 +1,1 @@
-"""Parts of both ends: the driver of a connection, members, names, turns, entry points."""
+"""Parts of both ends: the driver of a connection, names, turns, entry points."""

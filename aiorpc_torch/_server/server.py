@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
+from .._peers.observer import PeerObserver
+from .._peers.peers import Peer, Peers
 from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._protocol.interception import is_needed
-from .._protocol.members import Members
 from .._protocol.name_table import NameTable
-from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import record_of_torch_context
+from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
@@ -69,7 +70,7 @@ class Server:
 
     def __init__(
         self,
-        members: Members,
+        members: Peers,
         observer: PeerObserver,
         threads: int,
         exports: ExportPolicy | None = None,
@@ -77,7 +78,6 @@ class Server:
         self.name = members.name
         self.names = NameTable()
         self.sessions = SessionTable(members.name)
-        self.last_heard, self.lost_peers = members.last_heard, members.lost_peers
         self._members = members
         self._observer = observer
         self.on_message = observer.on_message
@@ -111,7 +111,9 @@ class Server:
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
         mapped = self._routes.answers.get(caller.name, ())
-        session = Session(self, caller, connection, self._executor.call_on_loop, mapped)
+        # Another process may have taken its place since it was introduced: it is refused then.
+        peer = self._members.get(caller.name, caller.number) or _past(caller)
+        session = Session(self, peer, connection, self._executor.call_on_loop, mapped)
         self.sessions.add(session)
         return session
 
@@ -327,3 +329,8 @@ class Server:
     async def end_objects(self, timeout: float) -> None:
         """End the objects that callers have created here, each in at most `timeout` seconds."""
         await self._created.close(timeout)
+
+
+def _past(caller: Party) -> Peer:
+    """Return the record of a process that another one has replaced."""
+    return Peer(PeerInfo(caller.name, -1, caller.number, ""))

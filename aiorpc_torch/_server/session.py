@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._carrier.choice import Carriers
+from .._peers.peers import Peer, State
 from .._protocol.channel import Channel, channel_repr
 from .._torch import devices
 from .._torch.rrefs import RRefId
@@ -31,7 +32,6 @@ from .._wire.frames import (
     SLOT,
     frame,
 )
-from .._wire.handshake import Party
 from .._wire.messages import (
     EncodedResult,
     Group,
@@ -43,7 +43,6 @@ from .._wire.messages import (
 from .._wire.payloads import message_for_torch
 from .._wire.plain import reader
 from .._wire.slots import Slots
-from ..errors import RpcError
 from .result_sender import ResultSender
 
 log = logging.getLogger("aiorpc_torch")
@@ -85,14 +84,8 @@ class Handler(Protocol):
     def on_created(self, created: Any) -> None:
         """Note that a caller has created an object. In any thread."""
 
-    last_heard: dict[str, float]
-    """Time of the last message from each caller, written by the sessions."""
-
-    lost_peers: dict[str, RpcError]
-    """Callers whose next message `on_message` has to be told."""
-
-    def on_message(self, peer: str) -> None:
-        """Note input from a lost caller."""
+    def on_message(self, peer: Peer) -> None:
+        """Note a message of a caller that is not alive."""
 
     def on_session_end(self, session: "Session", what: str, text: str) -> None:
         """Handle the end of the connection; `what` is "lost" if no last frame came."""
@@ -110,14 +103,15 @@ class Session(Channel):
     def __init__(
         self,
         handler: Handler,
-        caller: Party,
+        peer: Peer,
         connection: int,
         call_on_loop: Callable[[Callable[[], None]], None],
         mapped: Collection[torch.device] = (),
     ) -> None:
         super().__init__()
-        self.caller = caller.name
-        self.key: SessionKey = (caller.name, caller.number, connection)
+        self.caller = peer.name
+        self.key: SessionKey = (peer.name, peer.number, connection)
+        self._peer = peer
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
         self.heads: dict[bytes, Any] = {}  # of groups of calls
@@ -130,7 +124,7 @@ class Session(Channel):
         self._mapped = mapped
         self._loop_thread = get_ident()
         self._carriers = Carriers(self, self._loop)
-        self._results = ResultSender(self, caller.name, self._carriers, self.calls)
+        self._results = ResultSender(self, peer.name, self._carriers, self.calls)
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -165,10 +159,10 @@ class Session(Channel):
         return super().on_frame(kind, data)
 
     def on_read(self) -> None:
-        handler = self._handler
-        handler.last_heard[self.caller] = monotonic()
-        if handler.lost_peers:
-            handler.on_message(self.caller)
+        peer = self._peer
+        peer.last_heard = monotonic()
+        if peer.state is not State.ALIVE:
+            self._handler.on_message(peer)
 
     def admit(self, call: Any) -> bool:
         """Return whether a call may start now. Otherwise it starts after the payload before it."""

@@ -12,7 +12,7 @@ until every live peer has left. (tests/unit/world/test_activity.py)
 """
 
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,44 +55,48 @@ class ActivityTable:
     """The activities of the members of a world, by name, and the waits for them.
 
     Args:
-        processes: number of each member's current process.
+        number_of: returns the number of a member's current process, None for no member.
+        names: returns the members.
         gone: returns the members that are lost, or are known otherwise to have left.
     """
 
     def __init__(
-        self, processes: Mapping[str, int], gone: Callable[[], Collection[str]] = tuple
+        self,
+        number_of: Callable[[str], int | None],
+        names: Callable[[], Collection[str]],
+        gone: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._processes = processes
+        self._number_of = number_of
+        self._names = names
         self._gone = gone
         self._reports: dict[str, Report] = {}
         self._waits: list[Wait] = []
 
     def record(self, name: str, report: Report) -> None:
         """Record a report, unless it is late or of a process that is no member."""
-        is_member = self._processes.get(name) == report.process
+        is_member = self._number_of(name) == report.process
         if is_member and report.sequence > self.report_of(name).sequence:
             self._reports[name] = report
-            for gone in self._reports.keys() - self._processes.keys():
+            for gone in self._reports.keys() - {*self._names()}:
                 del self._reports[gone]
 
     def report_of(self, name: str) -> Report:
         """Return the last report of a member's current process."""
-        process = self._processes[name]
-        report = self._reports.get(name)
+        process, report = self._number_of(name), self._reports.get(name)
         if report is None or report.process != process:
-            return Report(process, -1, Activity.ACTIVE)
+            return Report(-1 if process is None else process, -1, Activity.ACTIVE)
         return report
 
     def left(self) -> set[str]:
         """Return the members that have reported LEFT."""
-        return {name for name in self._processes if self._activity(name) is Activity.LEFT}
+        return {name for name in self._names() if self._activity(name) is Activity.LEFT}
 
     def missing(self, asker: str, goal: Activity, among: Sequence[str] = ()) -> list[str]:
         """Return the live members of whom a wait is not reached."""
         gone = self._gone()
         return [
             name
-            for name in among or self._processes
+            for name in among or self._names()
             if name != asker and name not in gone and self._activity(name) < goal
         ]
 
@@ -124,11 +128,13 @@ class ActivityTable:
 
     def settle(self) -> None:
         """Answer the waits that are reached. Those that served are active from then on."""
+        if not self._waits:
+            return
         gone = self._gone()
         self._waits = [
             each
             for each in self._waits
-            if each.asker not in gone and self._processes[each.asker] == each.process
+            if each.asker not in gone and self._number_of(each.asker) == each.process
         ]
         reached = [each for each in self._waits if not self._missing_of(each)]
         for each in reached:

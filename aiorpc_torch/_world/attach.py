@@ -19,8 +19,8 @@ from .._aio.fork import forks_exit_here
 from .._aio.tasks import run_to_end
 from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
+from .._peers.peers import Peers
 from .._protocol import endpoints
-from .._protocol.members import Members
 from .._protocol.mistakes import mistakes_explained
 from .._server.exports import Export, checked_exports
 from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_running
@@ -93,7 +93,7 @@ async def attach(
     if not is_running():
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
     host = _host(interface)
-    attached = _Attached(config, Members(agent_name()))
+    attached = _Attached(config, Peers(agent_name(), is_attached=True))
     endpoints.enter(attached.node)  # before torch's table is read: no later change of it is missed
     with offered(attached.node, init_method()):
         try:
@@ -119,7 +119,7 @@ def _host(interface: str | None) -> str | None:
 class _Attached:
     """An attached worker, from its entry to its exit."""
 
-    def __init__(self, config: NodeConfig, members: Members) -> None:
+    def __init__(self, config: NodeConfig, members: Peers) -> None:
         self.node = Node(members, config, is_attached=True)
         assert self.node.attachments is not None
         self._attachments = self.node.attachments
@@ -174,7 +174,7 @@ class _Attached:
     async def _close(self) -> None:
         """End what waits, in both directions."""
         epoch = str(self._attachments.epoch)
-        self.node.detector.close()
+        self.node.membership.close()
         self.node.end_changes()
         await close_queues()
         await self.node.pool.close("detached", epoch)

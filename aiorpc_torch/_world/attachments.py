@@ -17,9 +17,9 @@ from torch.futures import Future
 
 from .._aio.loops import run_on_loop
 from .._client.pool import AGENT_ENDED
+from .._peers.peers import Peers
 from .._protocol import endpoints
 from .._protocol.endpoints import attach_message_of, read_attach_message
-from .._protocol.members import Members
 from .._torch.agent import agent_generation
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
@@ -93,7 +93,7 @@ class Attachments:
 
     def __init__(
         self,
-        members: Members,
+        members: Peers,
         timeout: float,
         on_attached: Callable[[str, Mapping[str, str]], None],
         on_detached: Callable[[str], None],
@@ -206,7 +206,7 @@ class Attachments:
     async def _ask(self, peer: str) -> None:
         """Tell one peer of this process, and record its answer."""
         try:
-            info, message = self._members.peers[peer].info, self._message(peer)
+            info, message = self._members.peers[peer].member.info, self._message(peer)
             answer = await wrap_future(send(info, endpoints.attach_message, message))
             self._record(peer, read_attach_message(answer))
         except Exception as exc:
@@ -215,7 +215,7 @@ class Attachments:
 
     def _message(self, peer: str) -> bytes:
         me = self._members.me
-        maps = self._members.workers[me.name].device_maps.get(peer, {})
+        maps = self._members.workers[me.name].member.device_maps.get(peer, {})
         return attach_message_of(me, self.epoch, self._is_attached, maps)
 
     def _record(self, peer: str, message: Sequence[Any]) -> None:

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 from .._aio.loops import await_on
 from .._aio.waiting import WaitReport
 from .._client.pool import ConnectionPool
+from .._peers.peers import Peers, reason_of
 from .._protocol import endpoints
-from .._protocol.members import Members, reason_of
 from .._torch.agent import is_running
+from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.plain import dump, reader, wire_text
@@ -77,7 +78,7 @@ _read_plain_answer = reader(Answer)
 class Departures:
     """The departures of one worker's peers, on the loop that it was made on."""
 
-    members: Members
+    members: Peers
     pool: ConnectionPool
     linked: Callable[[], set[str]]
     """Returns the peers with an open connection."""
@@ -90,7 +91,7 @@ class Departures:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._table = ActivityTable(self.members.processes, self._not_awaited)
+        self._table = ActivityTable(self.members.number_of, self.members.names, self._not_awaited)
         self._tokens = itertools.count()
         self._serving = 0  # waits in `serve` for all peers
         self._is_leaving = self._is_closed = False
@@ -114,11 +115,11 @@ class Departures:
         return self._table.left() | self._left_there_now()
 
     def _left_there_now(self) -> set[str]:
-        processes = self.members.processes
-        return {name for name, process in self._left_there if processes.get(name) == process}
+        number_of = self.members.number_of
+        return {name for name, process in self._left_there if number_of(name) == process}
 
     def _gone(self) -> set[str]:
-        return self.members.lost_peers.keys() | self.told().keys()
+        return self.members.lost().keys() | self.told().keys()
 
     def _not_awaited(self) -> set[str]:
         """Return the peers for which no wait waits, whatever they have told this worker."""
@@ -126,7 +127,7 @@ class Departures:
 
     def lost(self) -> dict[str, str]:
         """Return the peers that are lost, here or for the coordinator, with the reasons."""
-        here = self.members.lost_peers.items()
+        here = self.members.lost().items()
         reasons = {peer: reason_of(error) for peer, error in here}
         return {**self._lost_there, **reasons}
 
@@ -221,7 +222,7 @@ class Departures:
             return None if self._is_closed else name
         if name is None or name in self._gone():
             return None
-        return None if self.members.processes[name] == self._closed_coordinator else name
+        return None if self.members.number_of(name) == self._closed_coordinator else name
 
     def _report(self) -> None:
         """Record what this worker does, under the next number if it has changed."""
@@ -253,7 +254,10 @@ class Departures:
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
         data = dump(request)
-        return wrap_future(send(self.members.peers[peer].info, endpoints.departure, data))
+        return wrap_future(send(self._info(peer), endpoints.departure, data))
+
+    def _info(self, peer: str) -> WorkerInfo:
+        return self.members.peers[peer].member.info
 
     async def _ask(self, peer: str, request: Request) -> Answer | None:
         """Return a peer's answer; None if it does not answer or is lost."""
@@ -298,7 +302,7 @@ class Departures:
     async def _round(self, request: Request) -> dict[str, Report]:
         """Ask the live peers that have not left; return their reports."""
         awaited = [peer for peer in request.among or self.members.peers if peer not in self.left()]
-        asked = [peer for peer in awaited if peer not in self.members.lost_peers]
+        asked = [peer for peer in awaited if not self.members.peers[peer].is_lost]
         answers = await asyncio.gather(*(self._ask(peer, request) for peer in asked))
         for peer, answer in zip(asked, answers, strict=True):
             if answer is None:
@@ -316,7 +320,7 @@ class Departures:
 
         try:
             request = _read_request(data)
-            if not {request.name, *request.among} <= self.members.processes.keys():
+            if not {request.name, *request.among} <= self.members.workers.keys():
                 raise ValueError(f"no worker {request.name!r} in this world")
         except Exception as exc:
             log.warning("worker %r rejected an unreadable report: %r", self.members.name, exc)
@@ -345,7 +349,7 @@ class Departures:
         missing = self._table.missing(request.name, request.goal, request.among)
         is_open = self._coordinator() == self.members.name
         report = self._table.report_of(self.members.name)
-        left = [(name, self.members.processes[name]) for name in self._left_in_order()]
+        left = [(name, self.members.workers[name].number) for name in self._left_in_order()]
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
         return Answer(is_reached, is_open, report, missing, left, lost)
 
@@ -383,9 +387,7 @@ class Departures:
         answers = []
         for peer in peers:
             with contextlib.suppress(Exception):  # torch does not reach it
-                answers.append(
-                    wrap_future(send(self.members.peers[peer].info, endpoints.leave_message, data))
-                )
+                answers.append(wrap_future(send(self._info(peer), endpoints.leave_message, data)))
         if answers:
             await asyncio.wait(answers, timeout=MESSAGE_TIMEOUT)
             for answer in answers:

@@ -345,9 +345,9 @@ class DirectoryClient:
         A refused connection is no proof: a proxy before a rank 0 that lives may refuse one.
         """
         rank0 = node.members.workers[0].name
-        node.detector.probe(rank0)
-        is_gone = rank0 in node.members.lost_peers or rank0 in node.members.leave_messages
-        return is_gone or node.registry.is_closed  # this worker leaves
+        node.membership.probe(rank0)
+        peer = node.members.workers[rank0]
+        return peer.is_lost or peer.has_told or node.registry.is_closed  # this worker leaves
 
     def _handle(self, node: "Node", message: ToWorker) -> None:
         match message:
@@ -360,13 +360,13 @@ class DirectoryClient:
             case wire.Announce(name, _, silent) if name == node.members.name:
                 self._entered.set_result(silent)
             case wire.Announce(name, number):
-                if node.members.is_current(name, number):
-                    node.announce(name)
+                if node.members.get(name, number) is not None:
+                    node.membership.announce(name)
             case wire.Gone(name, number):
                 error = WorkerLost(name, "its connection to rank 0 has ended")
-                node.detector.on_disconnect(name, number, error)
+                node.membership.on_disconnect(name, number, error)
             case wire.Left(name, number):
-                node.detector.on_leave_message(name, number, "left", "")
+                node.membership.on_leave_message(name, number, "left", "")
             case wire.Ask(name, number):
                 task = self._loop.create_task(self._judge(node, name, number))
                 self._tasks.add(task)
@@ -379,18 +379,18 @@ class DirectoryClient:
     ) -> None:
         """Note what has changed while there was no connection."""
         for each in members:
-            if not node.members.is_current(each.name, each.number):
+            if node.members.get(each.name, each.number) is None:
                 node.add(PeerInfo(*each))
-                node.announce(each.name)
+                node.membership.announce(each.name)
         listed = {each.name for each in members}.union(entering)
         for peer in node.peers():
             if peer not in listed:
-                number = node.members.processes[peer]
-                node.detector.on_leave_message(peer, number, "left", "")
+                number = node.members.peers[peer].number
+                node.membership.on_leave_message(peer, number, "left", "")
 
     async def _judge(self, node: "Node", name: str, number: int) -> None:
         """Tell the directory whether a process is alive, whose name another one wants."""
-        is_alive = node.members.is_current(name, number) and await _is_alive(node, name)
+        is_alive = node.members.get(name, number) is not None and await _is_alive(node, name)
         self._send(wire.Verdict(name, number, is_alive))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
@@ -437,11 +437,11 @@ class DirectoryClient:
 
 
 async def _is_alive(node: "Node", name: str) -> bool:
-    if node.members.leave_messages.get(name):  # its block has failed: it ends now
+    if node.membership.failure_of(name) is not None:  # its block has failed: it ends now
         return False
     try:
         async with asyncio.timeout(PING_TIMEOUT):
-            await wrap_future(ping(node.members.workers[name].info))
+            await wrap_future(ping(node.members.workers[name].member.info))
     except Exception:
         return False
     return True

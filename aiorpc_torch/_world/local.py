@@ -47,7 +47,7 @@ class LocalWorker(Worker):
             WorkerLost, WorldTimeout: If the child dies, or does not join within `start_timeout`.
             TypeError: If `exports`, `loop_factory` or `initializer` cannot be imported by children.
         """
-        if name in self.peers and name not in self._node.members.lost_peers:
+        if name in self.peers and not self._node.pool.is_lost(name):
             raise ValueError(f"two workers are called {name!r}: the first one is alive")
         _check_for_children(self._config)
         config = replace(self._config, name=name, rank=-1, world_size=-1, join=True)
@@ -65,10 +65,11 @@ class LocalWorker(Worker):
         await self._on_loop(self._stop(name))
 
     async def _stop(self, name: str) -> None:
-        process = self._node.members.processes.get(name, -1)
+        process = self._node.members.number_of(name)
         await self._supervisor.remove(name)
-        if name not in self._node.members.lost_peers:  # the child's own message may be on its way
-            self._node.detector.on_leave_message(name, process, "left", "")
+        # Its own message may be on its way. One that has failed is lost.
+        if process is not None and not self._node.pool.is_lost(name):
+            self._node.membership.on_leave_message(name, process, "left", "")
 
     async def _has_joined(self, name: str) -> None:
         async for change in self.changes():

@@ -17,7 +17,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.loops import call_soon
 from .._client.call import RemoteCall
-from .._protocol.members import Members
+from .._peers.peers import Peers
 from .._protocol.name_table import NameTable
 from .._protocol.names import State, take_state, watch_state
 from .._wire.handshake import Party
@@ -39,7 +39,7 @@ class Registry:
 
     def __init__(
         self,
-        members: Members,
+        members: Peers,
         table: NameTable,
         is_here: Callable[[str], bool],
         wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],
@@ -107,7 +107,7 @@ class Registry:
     def _is_alive(self, worker: str) -> bool:
         if worker == self._members.name:
             return True
-        return self._is_here(worker) and worker not in self._members.lost_peers
+        return self._is_here(worker) and not self._members.peers[worker].is_lost
 
     def on_change(self, peer: str) -> None:
         """Note that a peer has joined or left, was lost or has returned."""
@@ -122,7 +122,7 @@ class Registry:
         self._notify(*self._listeners)
 
     def _is_current(self, party: Party) -> bool:
-        is_process = self._members.is_current(party.name, party.number)
+        is_process = self._members.get(party.name, party.number) is not None
         return is_process and (party.name == self._members.name or self._is_here(party.name))
 
     def _ask_soon(self, peer: str, name: str) -> None:
@@ -141,7 +141,7 @@ class Registry:
 
     async def _ask_once(self, peer: str, name: str) -> bool:
         """Return False if the answer is lost: no change of the peer may follow."""
-        me, process = self._members.me, self._members.processes[peer]
+        me, process = self._members.me, self._members.peers[peer].number
         target = FunctionTarget(watch_state)
         try:
             state = await RemoteCall(peer, target, None, name, me.name, me.number)

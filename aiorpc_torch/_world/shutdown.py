@@ -74,7 +74,7 @@ class Shutdown:
 
     async def _tell_others(self) -> None:
         """Tell the peers that stay, unless the end of a connection tells them."""
-        left = self.node.departures.left() | self.node.members.lost_peers.keys()
+        left = self.node.departures.left() | self.node.members.lost().keys()
         await self.node.departures.tell(self._not_connected() - left, self.failure)
 
     def _not_connected(self) -> set[str]:
@@ -90,7 +90,7 @@ class Shutdown:
             await self.node.departures.refresh()  # the wait was cut: which peers have left?
             await self._tell_others()
         await self.node.departures.close()
-        self.node.detector.close()
+        self.node.membership.close()
         self.node.end_changes()
         leaving = self._ranks_leaving_too()
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
@@ -139,8 +139,8 @@ class Shutdown:
         if self.node.leaves_alone:  # a barrier would say that the world ends
             return []
         members = self.node.members
-        lost, messages = members.lost_peers, members.leave_messages
-        left = {peer for peer in self.node.departures.left() if not messages.get(peer)}
+        lost, told = members.lost(), members.told()
+        left = {peer for peer in self.node.departures.left() if not told.get(peer)}
         leaving = [peer for peer in members.peers if peer in left and peer not in lost]
         awaited = [peer for peer in members.peers if peer not in leaving and peer not in left]
         rest = [f"{peer} ({self._state_of(peer)})" for peer in awaited]
@@ -149,7 +149,7 @@ class Shutdown:
         return [members.peers[peer].rank for peer in leaving]
 
     def _state_of(self, peer: str) -> str:
-        if self.node.members.leave_messages.get(peer):
+        if self.node.members.told().get(peer):
             return "failed"
         return "lost" if peer in self.node.departures.lost() else "has not left"
 

@@ -13,7 +13,7 @@ from ..errors import WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
 from .child_logs import LogReader
 from .config import OnFailure, WorkerConfig
-from .failure_detector import FailureDetector
+from .membership import Membership
 from .processes import ProcessFactory, ProcessOptions
 from .worker import Worker
 
@@ -52,7 +52,7 @@ class Supervisor:
     # Ends of children that were in the world before this process knew that it is complete.
     _early: list[tuple[ChildProcess, WorkerConfig, BaseException]] = field(default_factory=list)
     # Set once the world is complete: before, no child can rejoin.
-    _detector: FailureDetector | None = None
+    _membership: Membership | None = None
     _interrupt: Interrupt | None = None
     _on_failure: OnFailure = "stop"
 
@@ -74,7 +74,7 @@ class Supervisor:
 
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
-        self._detector = me._node.detector
+        self._membership = me._node.membership
         early, self._early = self._early, []
         for each in early:
             self._on_end(*each)
@@ -195,17 +195,17 @@ class Supervisor:
     ) -> None:
         if failure is None or self._command == "cancel":
             return
-        if self._detector is None and child.has_entered:
+        if self._membership is None and child.has_entered:
             self._early.append((child, config, failure))
             return
         death = None
         if isinstance(failure, WorkerLost) and failure.worker == config.name:
             death = failure
-        if self._detector is not None and death is not None:
-            self._detector.lose(config.name, death)
+        if self._membership is not None and death is not None:
+            self._membership.lose(config.name, death)
         if child in self._stopping:
             return
-        if self._detector is not None and self.restarts and self._command is None:
+        if self._membership is not None and self.restarts and self._command is None:
             error = self._restart(child, config, failure)
             if error is None:
                 return
@@ -235,11 +235,11 @@ class Supervisor:
         """Report a failure after which a child is not restarted."""
         name = child.name
         self.failures.append(failure)
-        if self._detector is not None:
+        if self._membership is not None:
             error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
             error.__cause__ = failure
-            self._detector.give_up(name, error)
-        is_incomplete = self._detector is None  # and stays so
+            self._membership.give_up(name, error)
+        is_incomplete = self._membership is None  # and stays so
         if self._interrupt is not None and (self._on_failure == "stop" or is_incomplete):
             self._interrupt(failure)
 
@@ -261,9 +261,9 @@ class Supervisor:
         self._make_process = None
 
     def _has_failed(self, child: ChildProcess) -> bool:
-        if child.ended.done() or self._detector is None:
+        if child.ended.done() or self._membership is None:
             return False
-        return self._detector.told_failure(child.name) is not None
+        return self._membership.failure_of(child.name) is not None
 
     def _reap(self) -> None:
         for child in self._children:

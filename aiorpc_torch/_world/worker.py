@@ -15,24 +15,24 @@ from .._aio.signals import graceful_signals
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._client.introduction import Introductions
+from .._peers.changes import Change
+from .._peers.peers import Peers
 from .._port.dialer import Dialer
 from .._port.port import Port
 from .._port.tls import Tls
 from .._protocol import endpoints
-from .._protocol.members import Members
 from .._protocol.mistakes import mistakes_explained
 from .._server.exports import Export, checked_exports
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
-from .changes import Change
 from .config import OnFailure, WorkerConfig
 from .directory_client import DirectoryClient
 from .dump import dump_on_signal
-from .failure_detector import Children
 from .launch import is_single_host, meeting_url, port_settings, rank_and_size
 from .meeting import Meeting
+from .membership import Children
 from .network import loopback_only, requested_interface
 from .node import Node, host_for
 from .one_port import OnePort, host_of_port
@@ -99,7 +99,7 @@ class Worker:
             NotInWorld: once this worker leaves its world.
         """
         self._check_peer("peer", peer)
-        await self._node.detector.wait_until_alive(peer)
+        await self._node.membership.wait_until_alive(peer)
 
     async def changes(self) -> AsyncIterator[Change]:
         """Yield each change of this world's membership: workers that join, leave, are lost, return.
@@ -113,8 +113,8 @@ class Worker:
         this worker has left. In a world of `attach`, "joined" and "left" tell of peers that attach
         and leave; a peer that had attached before this worker joins once it has answered.
         """
-        entry = self._node.last_change()
-        while (following := await self._node.next_change(entry)) is not None:
+        entry = self._node.membership.log.end
+        while (following := await self._node.membership.next_change(entry)) is not None:
             entry = following
             yield entry.change
 
@@ -143,7 +143,7 @@ class Worker:
         self._check_peer("until", until)
         await departures.serve(until)
         if reason := await departures.failure_of(until):
-            raise WorkerLost(until, reason) from self._node.members.lost_peers.get(until)
+            raise WorkerLost(until, reason) from self._node.members.lost().get(until)
 
     def _check_peer(self, option: str, peer: str) -> None:
         if not isinstance(peer, str) or peer not in self._node.members.peers:
@@ -288,7 +288,7 @@ def _interface(given: str | None, is_single_host: bool) -> str | None:
 async def run_worker(
     config: WorkerConfig, children: Children | None = None
 ) -> AsyncIterator[Worker]:
-    """Be the worker of `config` during the block; `children` are as for `FailureDetector`."""
+    """Be the worker of `config` during the block; `children` are as for `Membership`."""
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
     meeting = Meeting(config.init_method, config.interface)
@@ -316,7 +316,7 @@ async def _one_port(config: WorkerConfig, meeting: Meeting) -> AsyncIterator[One
 async def _entered(
     config: WorkerConfig, children: Children | None, meeting: Meeting, one_port: OnePort | None
 ) -> AsyncIterator[Worker]:
-    registration, port, members = config.registration(), meeting.port, Members(config.name)
+    registration, port, members = config.registration(), meeting.port, Peers(config.name)
     if one_port is not None:
         registration = one_port.registration(registration)
     introductions = None if port is None else Introductions(members, dialer=Dialer(port.tls))
@@ -367,12 +367,12 @@ async def _running(
         directory.follow(node)
         if registration.entry:
             for peer in await directory.entered():
-                node.detector.probe(peer)
+                node.membership.probe(peer)
         me = Worker._of(node, registration.restarts)
         log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
-                node.detector.on_loss = interrupt
+                node.membership.on_loss = interrupt
             with forks_exit_here(), mistakes_explained():
                 yield me
     except BaseException as exc:

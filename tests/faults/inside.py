@@ -226,7 +226,7 @@ def _of_process() -> Counter[str]:
     return found
 
 
-_PERIODIC = ("timer FailureDetector._check", "timer _trim")
+_PERIODIC = ("timer Membership._check", "timer _trim")
 
 
 def _name(callback: Any) -> str:

@@ -610,7 +610,7 @@ async def test_a_worker_that_freezes_before_backward() -> None:
         async with context() as ctx:
             y = await every["c"].on_loop(WEIGH, await every["b"].on_loop(WEIGH, vector()))
             with frozen("c"):
-                with pytest.raises(WorkerLost, match="worker 'c' is lost: no sign of life for 1 s"):
+                with pytest.raises(WorkerLost, match="worker 'c' is lost: no sign of life"):
                     await ctx.backward(y.sum())
                 x = vector()
                 async with context() as other:

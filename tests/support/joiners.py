@@ -183,7 +183,7 @@ async def cut_from_rank_0(refusals: int) -> bool:
 async def keep_unaware(envs: list[Any]) -> None:
     """Keep the RRefs here, where no news of workers that leave comes any more."""
     node: Any = endpoints.current()
-    node.detector.on_leave_message = lambda *_: None
+    node.membership.on_leave_message = lambda *_: None
     kept.append(envs)
 
 

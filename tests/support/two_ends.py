@@ -13,8 +13,8 @@ from typing import Any
 
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import Introductions, Start
+from aiorpc_torch._peers.peers import Peers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._server.exports import Export, checked_exports
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
@@ -83,7 +83,7 @@ async def until(is_true: Callable[[], object]) -> None:
 class SocketPairs(Introductions):
     """Connects to a server of this process."""
 
-    def __init__(self, members: Members, server: Server) -> None:
+    def __init__(self, members: Peers, server: Server) -> None:
         super().__init__(members)
         self._server = server
 
@@ -110,8 +110,8 @@ class TwoEnds:
         config = NodeConfig(
             threads=2, exports=None if exports is None else checked_exports(exports)
         )
-        self.far = Node(Members("far", WORKERS), config)
-        members = Members("near", WORKERS)
+        self.far = Node(Peers("far", WORKERS), config)
+        members = Peers("near", WORKERS)
         pairs = SocketPairs(members, self.far.server)
         self.near = Node(members, NodeConfig(threads=1), introductions=pairs)
 
@@ -143,6 +143,6 @@ async def two_ends(exports: Sequence[Export] | None = None) -> AsyncIterator[Two
         ends.gate.open()
         await ends.near.pool.close()
         for node in (ends.far, ends.near):
-            node.detector.close()
+            node.membership.close()
             await node.server.close(END)
         endpoints.leave(ends.near)

@@ -10,7 +10,8 @@ import pytest
 from aiorpc_torch._aio.tasks import InlineFuture
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.stream_reader import StreamReader
-from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch._peers.peers import Peer, State
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.columns import HELD, encode_cell
 from aiorpc_torch._wire.frames import (
     CALLS,
@@ -37,11 +38,9 @@ class Observed:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.last_heard: dict[str, float] = {}
-        self.lost_peers: dict[str, Any] = {}
         self.is_exiting = False
 
-    def on_message(self, peer: str) -> None:
+    def on_message(self, peer: Peer) -> None:
         self.told.append("message")
 
     def on_disconnect(self, peer: str, number: int, error: Any) -> Any:
@@ -57,7 +56,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.observed = Observed()
-        self.connection = Connection(Party("me", 0), WorkerInfo("peer", 3), 1, self.observed)
+        self.peer = Peer(PeerInfo("peer", 1, 3, ""))
+        self.connection = Connection(Party("me", 0), self.peer, 1, self.observed)
         self._near, self._far = socket.socketpair()
 
     async def connect(self) -> None:
@@ -138,14 +138,14 @@ async def test_a_lone_call_leaves_at_once(pair: Pair) -> None:
     async with asyncio.timeout(SOON):
         assert await future == "seven"
     assert pair.connection.waiting == 0
-    assert pair.observed.last_heard.keys() == {"peer"}
+    assert pair.peer.last_heard > 0
     assert pair.observed.told == []
 
 
 async def test_a_lost_peer_that_is_heard_is_told(pair: Pair) -> None:
     """Once for each read, until the observer has found it."""
     await pair.connect_and_call()
-    pair.observed.lost_peers["peer"] = WorkerLost("peer", "it was silent")
+    pair.peer.state = State.LOST
     number, future = pair.call(7)
     pair.answer(number, "seven")
     async with asyncio.timeout(SOON):

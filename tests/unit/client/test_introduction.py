@@ -8,7 +8,7 @@ import pytest
 from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
-from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._peers.peers import Peer, Peers
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
@@ -37,7 +37,7 @@ async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
         writer.close()
 
     observed = Observed()
-    connection = Connection(CREDENTIALS.caller, WorkerInfo("peer", 3), 1, observed)
+    connection = Connection(CREDENTIALS.caller, Peer(PeerInfo("peer", 1, 3, "")), 1, observed)
     _, future = connection.call(TARGET, ((), {}), None)
     name = f"aiorpc-test-{secrets.token_hex(8)}"
     server = await asyncio.start_unix_server(answer, path=f"\0{name}")
@@ -72,7 +72,7 @@ async def test_calls_that_are_held_are_told_of(
 ) -> None:
     """Long before their time limit: `attach` may have been forgotten there."""
     monkeypatch.setattr(introduction, "LOG_DELAY", 0.0)
-    me, holding = Members("me", [PeerInfo("me", 0, 0, ""), PeerInfo("peer", 1, 3, "")]), Held()
+    me, holding = Peers("me", [PeerInfo("me", 0, 0, ""), PeerInfo("peer", 1, 3, "")]), Held()
     opening = introduction.Introductions(me, holding).connect(
         WorkerInfo("peer", 3), 1, lambda *_: None
     )

@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from aiorpc_torch import NotInWorld, RemoteError, Round, WorkerLeft, WorkerLost, batched, call
 from aiorpc_torch._batching import queue
-from aiorpc_torch._protocol.members import replaced_text
+from aiorpc_torch._peers.peers import replaced_text
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.frames import CALLS, frame
 from aiorpc_torch._wire.plain import dump

@@ -16,7 +16,7 @@ class World:
     def __init__(self) -> None:
         self.processes = {name: number for number, name in enumerate(NAMES)}
         self.gone: set[str] = set()
-        self.table = ActivityTable(self.processes, lambda: self.gone)
+        self.table = ActivityTable(self.processes.get, lambda: [*self.processes], lambda: self.gone)
         self.activities = dict.fromkeys(NAMES, Activity.ACTIVE)
         self.sequences = dict.fromkeys(NAMES, 0)
         self.answered: list[tuple[str, Activity]] = []
@@ -113,7 +113,7 @@ def test_a_server_that_stops_serving_is_waited_for() -> None:
 def test_reports_out_of_order() -> None:
     """A late one changes nothing, nor does one of an old process or of a stranger."""
     processes = {"a": 0, "b": 4}
-    table = ActivityTable(processes)
+    table = ActivityTable(processes.get, lambda: [*processes])
     table.record("b", Report(4, 2, Activity.LEFT))
     for late in (Report(4, 1, Activity.ACTIVE), Report(1, 9, Activity.SERVING)):
         table.record("b", late)
@@ -125,7 +125,7 @@ def test_reports_out_of_order() -> None:
 
 def test_a_repeated_wait_replaces_the_first() -> None:
     answers: list[Any] = []
-    table = ActivityTable({"a": 0, "b": 1})
+    table = ActivityTable({"a": 0, "b": 1}.get, lambda: ["a", "b"])
     waits = [
         Wait(
             "a",

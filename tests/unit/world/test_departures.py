@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import WorkerLost
-from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import departures
@@ -18,6 +18,10 @@ from aiorpc_torch._world.departures import Departures, Request
 
 NAMES = ("a", "b", "c")
 SOON = 30.0
+
+
+def lose(worker: Departures, peer: str, reason: str) -> None:
+    worker.members.apply(worker.members.peers[peer], Event.LOSS, WorkerLost(peer, reason))
 
 
 class Network:
@@ -32,7 +36,7 @@ class Network:
         workers = [PeerInfo(each, number, number, "") for number, each in enumerate(NAMES)]
         pool: Any = SimpleNamespace(watching_peers=lambda *_: contextlib.nullcontext())
         linked = lambda: {*NAMES}  # noqa: E731
-        made = Departures(Members(name, workers), pool, linked, dict, lambda _: None, True)
+        made = Departures(Peers(name, workers), pool, linked, dict, lambda _: None, True)
         made._send = self.send  # type: ignore[method-assign]
         return made
 
@@ -111,13 +115,13 @@ async def test_workers_that_only_the_coordinator_knows(monkeypatch: pytest.Monke
     monkeypatch.setattr(departures, "is_running", lambda: True)
     network = Network()
     coordinator, other, third = network.workers.values()
-    coordinator.members.put(PeerInfo("d", 3, 3, ""))
+    coordinator.members.admit(PeerInfo("d", 3, 3, ""))
     coordinator._table.record("d", Report(3, 0, Activity.LEFT))
     coordinator._table.record("c", Report(2, 0, Activity.LEFT))
-    other.members.put(PeerInfo("c", 4, 4, ""))
+    other.members.admit(PeerInfo("c", 4, 4, ""))
     await other.refresh()
     assert other.left() == set(), "the newer process is here"
-    third.members.lost_peers["b"] = WorkerLost("b", "for this test")
+    lose(third, "b", "for this test")
     await third.refresh()
     assert third.left() == set(), "it is not a peer of itself, and d is none here"
     await coordinator.close()
@@ -129,10 +133,10 @@ async def test_a_loss_of_which_the_reason_is_no_plain_text(monkeypatch: pytest.M
     network = Network()
     coordinator, other, _ = network.workers.values()
     for each in (coordinator, other):
-        each.members.lost_peers["c"] = WorkerLost("c", "no file caf\udce9")
+        lose(each, "c", "no file caf\udce9")
     async with asyncio.timeout(SOON):
         await asyncio.gather(coordinator.leave(), other.leave())
     assert await other.failure_of("c") == "no file caf\udce9"
-    other.members.lost_peers.clear()
+    other.members.apply(other.members.peers["c"], Event.MESSAGE)
     assert await other.failure_of("c") == "no file caf\\udce9"
     await coordinator.close()

@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from aiorpc_torch import WorldTimeout
-from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._peers.peers import Peers
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
@@ -380,11 +380,13 @@ async def test_what_has_changed_while_there_was_no_connection(group: Group) -> N
     known = [PeerInfo(name, n, n, "") for n, name in enumerate(["w0", "w1", "left", "entering"])]
     told: list[tuple[Any, ...]] = []
     node: Any = SimpleNamespace(
-        members=Members("w0", known),
+        members=Peers("w0", known),
         peers=lambda: ("w1", "left", "entering"),
         add=lambda member: told.append(("add", member.name)),
-        announce=lambda name: told.append(("announce", name)),
-        detector=SimpleNamespace(on_leave_message=lambda *leave: told.append(leave)),
+        membership=SimpleNamespace(
+            announce=lambda name: told.append(("announce", name)),
+            on_leave_message=lambda *leave: told.append(leave),
+        ),
     )
     listed = [Member(name, n, n, "", {}, "", "") for name, n in (("w0", 0), ("w1", 1), ("new", 4))]
     group.client(registration(0))._update(node, listed, ["entering"])

@@ -9,8 +9,9 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotInWorld, WorkerLeft, WorkerLost, call
+from aiorpc_torch._peers import peers as peers_module
+from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.exceptions import RemoteFailure
@@ -34,7 +35,7 @@ def entered() -> Iterator[list[Node]]:
 
 async def test_messages_are_held_until_it_starts(entered: list[Node]) -> None:
     """A peer that was quicker gets its answer then; a failure that it told is known."""
-    node = Node(Members("far"), NodeConfig())
+    node = Node(Peers("far"), NodeConfig())
     entered.append(node)
     endpoints.enter(node)
     introduction: Any = node.introduce(dump(("near", 0)))
@@ -46,24 +47,44 @@ async def test_messages_are_held_until_it_starts(entered: list[Node]) -> None:
     node.start(None, WORKERS)
     assert introduction.done()
     assert not isinstance(introduction.value(), RemoteFailure)
-    lost = node.members.lost_peers["near"]
+    lost = node.members.peers["near"].error
     assert isinstance(lost, WorkerLost)
     assert lost.reason == "its block raised ValueError: odd"
-    node.detector.close()
+    node.membership.close()
     await node.server.close(SOON)
 
 
 async def test_a_node_that_cannot_listen_answers_all_the_same() -> None:
     """Whoever waits for it learns that it does not serve."""
-    node = Node(Members("far"), NodeConfig())
+    node = Node(Peers("far"), NodeConfig())
     introduction: Any = node.introduce(dump(("near", 0)))
     await node.server.handle_last_messages()
     with pytest.raises(OSError, match="assign"):
         node.start("192.0.2.1", WORKERS)  # an address of no machine
     with pytest.raises(WorkerLeft, match="'far' has left its world"):
         introduction.value().raise_()
-    node.detector.close()
+    node.membership.close()
     await node.server.close(SOON)
+
+
+class NoAgent:
+    """Has no peers: nothing of torch runs."""
+
+    def add_peer(self, member: PeerInfo) -> None:
+        """Reach nobody."""
+
+    def replace_peer(self, known: PeerInfo, member: PeerInfo) -> None:
+        """Reach nobody."""
+
+    def retire_peer(self, member: PeerInfo) -> None:
+        """Forget nobody."""
+
+
+def enter(node: Node, member: PeerInfo) -> None:
+    """Let a worker enter the world of this node."""
+    node.membership.agent = NoAgent()  # type: ignore[assignment]
+    node.membership.add(member)
+    node.membership.announce(member.name)
 
 
 class Exiting:
@@ -79,11 +100,11 @@ class Exiting:
 async def test_a_loss_that_is_noticed_by_a_call_that_was_not_sent() -> None:
     """It tells nothing of the calls that were."""
     async with two_ends() as ends:
-        ends.near.detector._children = Exiting()
+        ends.near.membership._children = Exiting()
         running = asyncio.ensure_future(call("far", gated, 1))
         await ends.gate.wait_for()
         noticed = WorkerLost("far", "its block has failed", may_have_run=False)
-        assert ends.near.detector.on_disconnect("far", 1, noticed) is None
+        assert ends.near.membership.on_disconnect("far", 1, noticed) is None
         with pytest.raises(WorkerLost, match="its block has failed; gated may have run") as raised:
             await running
         assert raised.value.may_have_run
@@ -91,7 +112,7 @@ async def test_a_loss_that_is_noticed_by_a_call_that_was_not_sent() -> None:
 
 async def test_there_is_one_current_node(entered: list[Node]) -> None:
     """The other one does not take its place, nor does its end make it leave."""
-    first, second = (Node(Members(name, WORKERS), NodeConfig()) for name in ("near", "far"))
+    first, second = (Node(Peers(name, WORKERS), NodeConfig()) for name in ("near", "far"))
     entered.append(first)
     endpoints.enter(first)
     with pytest.raises(RuntimeError, match="attached or in a world already"):
@@ -123,17 +144,15 @@ async def test_a_lost_peer_ends_what_waits_in_both_directions() -> None:
         await ends.gate.wait_for()
         losses: list[Exception] = []
         error = WorkerLost("far", "for this test")
-        ends.far.detector.lose("near", WorkerLost("near", "for this test"))
-        ends.near.detector.on_loss = losses.append
-        ends.near.members.leave_messages["far"] = "its block raised"
-        ends.near.detector.lose("far", error)
-        ends.near.detector.on_loss = None
-        ends.near.detector.lose("far", error)
+        ends.far.membership.lose("near", WorkerLost("near", "for this test"))
+        ends.near.membership.on_loss = losses.append
+        ends.near.membership.report(ends.near.members.peers["far"], Event.FAILURE, error)
+        ends.near.membership.lose("far", WorkerLost("far", "its connection has ended"))
         with pytest.raises(WorkerLost, match="for this test"):
             await running
         await until(lambda: ends.gate.cancelled)
         assert losses == [error]
-        assert ends.near.detector.penalty("far") is None
+        assert ends.near.membership.penalty("far") is None
 
 
 async def test_a_callee_that_fails() -> None:
@@ -145,9 +164,9 @@ async def test_a_callee_that_fails() -> None:
         ends.session.close("failed", "odd\nTraceback")
         with pytest.raises(WorkerLost, match="odd"):
             await running
-        assert ends.near.members.lost_peers.keys() == {"far"}
+        assert ends.near.members.lost().keys() == {"far"}
         await connection.ended.wait()
-        assert ends.near.members.lost_peers.keys() == {"far"}
+        assert ends.near.members.lost().keys() == {"far"}
 
 
 async def test_a_caller_that_fails() -> None:
@@ -156,10 +175,10 @@ async def test_a_caller_that_fails() -> None:
         assert await call("far", abs, -1) == 1
         session = ends.session
         ends.connection.leave("failed", "odd\nTraceback", NotInWorld("it has failed"))
-        await until(lambda: ends.far.members.lost_peers)
+        await until(lambda: ends.far.members.lost())
         await session.ended.wait()
         await asyncio.sleep(0)
-        assert ends.far.members.lost_peers.keys() == {"near"}
+        assert ends.far.members.lost().keys() == {"near"}
 
 
 @pytest.mark.promise("rejoin.changes")
@@ -180,12 +199,12 @@ async def test_changes_are_told_to_every_reader() -> None:
         reading = [asyncio.create_task(follow()), asyncio.create_task(follow())]
         await asyncio.sleep(0)
         elsewhere = asyncio.create_task(asyncio.to_thread(follow_elsewhere))
-        ends.near.detector.lose("far", WorkerLost("far", "for this test"))
-        ends.near.detector.lose("far", WorkerLost("far", "once more"))
-        ends.near.detector.on_message("far")
-        await until(lambda: not ends.near.members.lost_peers)
-        ends.near.detector.on_leave_message("far", 1, "left", "")
-        ends.near.detector.lose("far", WorkerLost("far", "its connection has ended"))
+        ends.near.membership.lose("far", WorkerLost("far", "for this test"))
+        ends.near.membership.lose("far", WorkerLost("far", "once more"))
+        ends.near.membership.on_message(ends.near.members.peers["far"])
+        await until(lambda: not ends.near.members.lost())
+        ends.near.membership.on_leave_message("far", 1, "left", "")
+        ends.near.membership.lose("far", WorkerLost("far", "its connection has ended"))
         changes = [
             Change("lost", "far", 1, "for this test"),
             Change("returned", "far", 1),
@@ -204,7 +223,7 @@ async def test_a_peer_that_failed_is_lost_and_has_not_left() -> None:
     async with two_ends() as ends:
         reading = asyncio.ensure_future(anext(Worker._of(ends.near).changes()))
         await asyncio.sleep(0)
-        ends.near.detector.on_leave_message("far", 1, "failed", "its block raised\nTraceback")
+        ends.near.membership.on_leave_message("far", 1, "failed", "its block raised\nTraceback")
         assert await reading == Change("lost", "far", 1, "its block raised")
 
 
@@ -214,7 +233,7 @@ async def test_members_that_came_later_are_forgotten(
     monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """All but the last ones that are gone: no table of a world that changes grows for ever."""
-    monkeypatch.setattr(node_module, "KEPT_GONE", 2)
+    monkeypatch.setattr(peers_module, "KEPT_GONE", 2)
     async with two_ends() as ends:
         node = ends.near
         reading = Worker._of(node).changes()
@@ -222,17 +241,14 @@ async def test_members_that_came_later_are_forgotten(
         await asyncio.sleep(0)
         for number in range(2, 6):
             guest = PeerInfo(f"guest{number}", number, number, "")
-            node.members.put(guest)
-            node.announce(guest.name)
-            node.detector.on_leave_message(guest.name, number, end, "odd\nTraceback")
+            enter(node, guest)
+            node.membership.on_leave_message(guest.name, number, end, "odd\nTraceback")
         members = node.members
         assert [*members.peers] == ["far", "guest4", "guest5"]
         assert members.workers.keys() == {0, "near", 1, "far", 4, "guest4", 5, "guest5"}
-        tables = members.processes, members.leave_messages, members.lost_peers, members.last_heard
-        assert not any(table.keys() & {"guest2", "guest3"} for table in tables)
         with pytest.raises(ValueError, match="no worker 'guest3' in this world"):
             node.pool.find("guest3")
-        node.detector.probe("guest3")
+        node.membership.probe("guest3")
         node.end_changes()
         found = [await first, *[each async for each in reading]]
         gone = "left" if end == "left" else "lost"
@@ -249,17 +265,16 @@ async def test_a_worker_that_leaves_takes_no_more_members() -> None:
 
 async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was lost: it would be waited for without end."""
-    monkeypatch.setattr(node_module, "KEPT_GONE", 1)
+    monkeypatch.setattr(peers_module, "KEPT_GONE", 1)
     async with two_ends() as ends:
         node = ends.near
         for number, name in ((2, "guest"), (3, "other")):
             guest = PeerInfo(name, number, number, "")
-            node.members.put(guest)
-            node.announce(guest.name)
-        node.detector.lose("guest", WorkerLost("guest", "for this test"))
+            enter(node, guest)
+        node.membership.lose("guest", WorkerLost("guest", "for this test"))
         waiting = asyncio.ensure_future(Worker._of(node).wait_for("guest"))
-        await until(lambda: "guest" in node.detector._rejoined)
-        node.detector.lose("other", WorkerLost("other", "for this test"))
+        await asyncio.sleep(0)
+        node.membership.lose("other", WorkerLost("other", "for this test"))
         with pytest.raises(WorkerLost, match="its name is forgotten"):
             await waiting
 
@@ -267,10 +282,10 @@ async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.Mo
 async def test_a_wait_for_a_worker_that_has_left_ends() -> None:
     """Also one that was lost before, and one of a worker whose connections end later."""
     async with two_ends() as ends:
-        detector, me = ends.near.detector, Worker._of(ends.near)
+        detector, me = ends.near.membership, Worker._of(ends.near)
         detector.lose("far", WorkerLost("far", "for this test"))
         waiting = asyncio.ensure_future(me.wait_for("far"))
-        await until(lambda: "far" in detector._rejoined)
+        await asyncio.sleep(0)
         detector.on_leave_message("far", 1, "left", "")
         with pytest.raises(WorkerLeft, match="worker 'far' has left its world"):
             await waiting
@@ -281,27 +296,25 @@ async def test_a_wait_for_a_worker_that_has_left_ends() -> None:
 
 async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has come again before is kept."""
-    monkeypatch.setattr(node_module, "KEPT_GONE", 0)
+    monkeypatch.setattr(peers_module, "KEPT_GONE", 0)
     async with two_ends() as ends:
         node = ends.near
         for number in (2, 3):
             guest = PeerInfo("guest", number, number, "")
-            node.members.put(guest)
-            node.announce(guest.name)
+            enter(node, guest)
             if number == 2:
-                monkeypatch.setattr(node_module, "KEPT_GONE", 1)
-                node.detector.on_leave_message("guest", number, "left", "")
-                monkeypatch.setattr(node_module, "KEPT_GONE", 0)
+                monkeypatch.setattr(peers_module, "KEPT_GONE", 1)
+                node.membership.on_leave_message("guest", number, "left", "")
+                monkeypatch.setattr(peers_module, "KEPT_GONE", 0)
         other = PeerInfo("other", 4, 4, "")
-        node.members.put(other)
-        node.announce(other.name)
-        node.detector.on_leave_message("other", 4, "left", "")
+        enter(node, other)
+        node.membership.on_leave_message("other", 4, "left", "")
         assert "guest" in node.peers()
 
 
 async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
     """By their epochs: a late message changes nothing."""
-    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
     assert node.attachments is not None
     reading = Worker._of(node).changes()
     first = asyncio.ensure_future(anext(reading))
@@ -323,7 +336,7 @@ async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
 
 async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
     """A peer that attaches meanwhile hears that it has not, and learns later that it has."""
-    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
     entered.append(node)
     assert node.attachments is not None
     state = PeerState()
@@ -351,7 +364,7 @@ async def test_a_device_map_for_a_worker_that_enters_later(
     """Tensors on its devices may be sent there, and results may come back."""
     devices = {"cuda:0": "cuda:1"}
     monkeypatch.setattr(node_module, "device_map_for", lambda info: devices)
-    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
     node._on_entered_group(WorkerInfo("late", 2))
     assert node.members.device_maps()["far"] == {"late": devices}
     assert node.pool._sendable_devices["late"] == {torch.device("cuda:0")}

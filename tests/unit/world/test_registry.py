@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._protocol.name_table import NameTable
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import Party
@@ -17,8 +17,8 @@ from aiorpc_torch.errors import WorkerLost
 A, OLD = Party("a", 1), Party("a", 0)
 
 
-def registry() -> tuple[Registry, Members]:
-    members = Members("main", [PeerInfo("main", 0, 9, ""), PeerInfo("a", 1, 1, "")])
+def registry() -> tuple[Registry, Peers]:
+    members = Peers("main", [PeerInfo("main", 0, 9, ""), PeerInfo("a", 1, 1, "")])
 
     async def never(_: str) -> None:
         await asyncio.Event().wait()
@@ -67,13 +67,13 @@ async def test_a_lost_peer_and_one_that_is_replaced() -> None:
     changes: list[int] = []
     found.watch("env", lambda: changes.append(1))
     found.take("env", A, (1, "object"))  # type: ignore[arg-type]
-    members.lost_peers["a"] = LookupError()  # type: ignore[assignment]
+    members.apply(members.peers["a"], Event.LOSS, WorkerLost("a"))
     found.on_change("a")
     assert found.living("env") == []
-    del members.lost_peers["a"]
+    members.apply(members.peers["a"], Event.MESSAGE)
     found.on_change("a")
     assert found.living("env") == ["object"]
-    members.put(PeerInfo("a", 1, 2, ""))
+    members.replace(PeerInfo("a", 1, 2, ""))
     found.on_change("a")
     assert found.living("env") == []
     assert len(changes) == 4

@@ -72,16 +72,16 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
     """It has told its peers of its failure, but needs longer to end than children may."""
     process = Process()
 
-    def told_failure(_: str) -> WorkerLost:  # called when the time of all children is over
+    def failure_of(_: str) -> WorkerLost:  # called when the time of all children is over
         asyncio.get_running_loop().call_soon(process.fail)
         return WorkerLost("b", "its block raised ValueError: odd")
 
     config: Any = SimpleNamespace(name="b")
-    detector: Any = SimpleNamespace(told_failure=told_failure, give_up=lambda *_: None)
+    membership: Any = SimpleNamespace(failure_of=failure_of, give_up=lambda *_: None)
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     supervisor._start(config)
-    me: Any = SimpleNamespace(_node=SimpleNamespace(detector=detector))
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
     await supervisor._close(0.0)
     assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
@@ -114,8 +114,8 @@ async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: b
 
 def watch(supervisor: Supervisor) -> None:
     """Let the world be complete."""
-    detector: Any = SimpleNamespace(told_failure=lambda _: None, give_up=lambda *_: None)
-    me: Any = SimpleNamespace(_node=SimpleNamespace(detector=detector))
+    membership: Any = SimpleNamespace(failure_of=lambda _: None, give_up=lambda *_: None)
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
 
 

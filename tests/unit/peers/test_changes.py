@@ -3,7 +3,9 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._world.changes import Change, ChangeLog, Entry, Kind
+from aiorpc_torch._peers.changes import Change, ChangeLog, Entry, Kind
+from aiorpc_torch._peers.peers import Peers
+from aiorpc_torch._torch.agent import PeerInfo
 
 PRESENT = {"joined", "returned", "lost"}
 
@@ -20,18 +22,34 @@ def read(entry: Entry) -> list[Change]:
     return found
 
 
+class Told:
+    """The peers of a worker, and the log of what is told of them. Of these, `a` is there first."""
+
+    def __init__(self) -> None:
+        self.peers, self.log = Peers("me", [PeerInfo("a", 1, 1, "")]), ChangeLog()
+        for name in "bc":
+            self.peers.admit(PeerInfo(name, 2, 2, ""))
+
+    def tell(self, kind: Kind, name: str) -> list[Change]:
+        """Tell of a change; return what is logged."""
+        found = [each.change for each in self.peers.tell(self.peers.peers[name], kind)]
+        logged = [each for each in found if each is not None]
+        for each in logged:
+            self.log.record(each)
+        return logged
+
+
 @pytest.mark.promise("rejoin.changes")
 @given(told)
 def test_a_reader_that_applies_the_changes_knows_the_members(
     messages: list[tuple[Kind, str]],
 ) -> None:
     """However often each source tells, and in whatever order."""
-    log = ChangeLog()
-    log.admit("a")
-    start, alive = log.end, {"a"}
+    world = Told()
+    start, alive = world.log.end, {"a"}
     members = {"a"}
     for kind, name in messages:
-        log.record(Change(kind, name, 0))
+        world.tell(kind, name)
     for change in read(start):
         if change.kind in ("joined", "returned"):
             assert change.name not in alive
@@ -41,18 +59,18 @@ def test_a_reader_that_applies_the_changes_knows_the_members(
         members = members - {change.name} if change.kind == "left" else members | {change.name}
         if change.kind in ("left", "lost"):
             alive -= {change.name}
-    assert {name for name in "abc" if log.has(name)} == members
+    assert {name for name in "abc" if world.peers.peers[name].is_here} == members
 
 
 @given(told)
 def test_a_message_that_is_repeated_changes_nothing(messages: list[tuple[Kind, str]]) -> None:
     """What is told twice in a row is logged once."""
-    once, twice = ChangeLog(), ChangeLog()
-    starts = once.end, twice.end
+    once, twice = Told(), Told()
+    starts = once.log.end, twice.log.end
     for kind, name in messages:
-        once.record(Change(kind, name, 0))
-        twice.record(Change(kind, name, 0))
-        assert not twice.record(Change(kind, name, 0))
+        once.tell(kind, name)
+        twice.tell(kind, name)
+        assert twice.tell(kind, name) == []
     assert read(starts[0]) == read(starts[1])
 
 
@@ -61,13 +79,11 @@ def test_a_reader_gets_all_that_follows_its_first_step(
     messages: list[tuple[Kind, str]], begin: int
 ) -> None:
     """Whenever it begins, and however late it reads."""
-    log, starts, logged = ChangeLog(), [], []
+    world, starts, logged = Told(), [], []
     for number, (kind, name) in enumerate(messages):
         if number == begin:
-            starts.append((log.end, len(logged)))
-        change = Change(kind, name, number)
-        if log.record(change):
-            logged.append(change)
+            starts.append((world.log.end, len(logged)))
+        logged += world.tell(kind, name)
     for entry, since in starts:
         assert read(entry) == logged[since:]
 
@@ -75,9 +91,8 @@ def test_a_reader_gets_all_that_follows_its_first_step(
 def test_nothing_is_recorded_after_the_end() -> None:
     """This worker has left; what was recorded before can be read."""
     log = ChangeLog()
-    log.admit("a")
     start = log.end
-    assert log.record(Change("lost", "a", 1, "for this test"))
+    log.record(Change("lost", "a", 1, "for this test"))
     log.close()
-    assert not log.record(Change("returned", "a", 1))
+    log.record(Change("returned", "a", 1))
     assert read(start) == [Change("lost", "a", 1, "for this test")]

@@ -1,23 +1,34 @@
-"""The heartbeat tracker in virtual time: silent peers are pinged first, then lost."""
+"""Silence of peers in virtual time: silent peers are pinged first, then lost."""
 
-import itertools
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from aiorpc_torch._world.heartbeat import HeartbeatTracker
+from aiorpc_torch._peers.peers import Event, Peers
+from aiorpc_torch._torch.agent import PeerInfo
 
+NAMES = ["a", "b", "c", "peer", "talks"]
 TIMEOUT = 8.0  # seconds: then a check comes every second, and sums are exact
 INTERVAL = 1.0
 
 peers = st.sampled_from(["a", "b", "c"])
 
 
-def test_the_interval() -> None:
-    """The time between two checks is an eighth of the timeout."""
-    assert HeartbeatTracker(TIMEOUT, {}).interval == INTERVAL
+class Tracker:
+    """The peers of a worker, of which only the signs of life matter."""
+
+    def __init__(self) -> None:
+        self.peers = Peers("me", [PeerInfo(each, n, n, "") for n, each in enumerate(NAMES)])
+
+    def record(self, peer: str, now: float) -> None:
+        self.peers.peers[peer].last_heard = now
+
+    def check(self, now: float, awaited: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the peers to ping and the lost ones."""
+        to_ping, lost = self.peers.check_silence(now, TIMEOUT, {*awaited})
+        return [each.name for each in to_ping], [each.name for each, _ in lost]
 
 
 class Watch(RuleBasedStateMachine):
@@ -25,7 +36,7 @@ class Watch(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tracker = HeartbeatTracker(TIMEOUT, {})
+        self.tracker = Tracker()
         self.now = 0.0
         self.waited_for: set[str] = set()
         self.pinged: dict[str, float] = {}  # without a sign of life since
@@ -112,7 +123,7 @@ gaps = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.5, 4.0, 100.0]), max_size=40)
 @given(gaps, st.floats(0, TIMEOUT / 2, exclude_max=True))
 def test_an_answering_peer_is_never_lost(gaps: list[float], delay: float) -> None:
     """However late this process checks, and however late within its time the peer answers."""
-    tracker, now, answers = HeartbeatTracker(TIMEOUT, {}), 0.0, []
+    tracker, now, answers = Tracker(), 0.0, []
     for gap in gaps:
         now += gap
         for at in [at for at in answers if at <= now]:
@@ -127,7 +138,7 @@ def test_an_answering_peer_is_never_lost(gaps: list[float], delay: float) -> Non
 @given(st.integers(0, 7).map(lambda eighths: eighths / 8), st.integers(0, 20))
 def test_a_silent_peer_is_lost_in_time(phase: float, spoke: int) -> None:
     """It is pinged once and lost within the timeout, whenever its last sign came."""
-    tracker, pinged, now = HeartbeatTracker(TIMEOUT, {}), [], 0.0
+    tracker, pinged, now = Tracker(), [], 0.0
     last = max(0.0, spoke - 1 + phase)
     for now in map(float, range(100)):
         to_ping, lost = tracker.check(now, ["peer"])
@@ -147,7 +158,7 @@ def test_a_silent_peer_is_lost_in_time(phase: float, spoke: int) -> None:
 
 def test_unwatched_peers_are_not_pinged() -> None:
     """An idle peer may be silent for any time."""
-    tracker = HeartbeatTracker(TIMEOUT, {})
+    tracker = Tracker()
     for now in range(100):
         tracker.record("talks", now)
         assert tracker.check(now, []) == ([], [])
@@ -158,7 +169,7 @@ def test_unwatched_peers_are_not_pinged() -> None:
 
 def test_a_peer_that_is_watched_again_starts_anew() -> None:
     """Earlier silence and pings do not count."""
-    tracker = HeartbeatTracker(TIMEOUT, {})
+    tracker = Tracker()
     checks = [tracker.check(now, ["peer"]) for now in range(5)]
     assert checks[2] == (["peer"], [])
     tracker.check(5, [])
@@ -172,7 +183,7 @@ def test_a_peer_that_is_watched_again_starts_anew() -> None:
 @pytest.mark.promise("lost.own_stall")
 def test_an_own_stall_loses_no_peer() -> None:
     """Answers may be here unread: there is time to read them first."""
-    tracker = HeartbeatTracker(TIMEOUT, {})
+    tracker = Tracker()
     for now in range(3):
         to_ping, _ = tracker.check(now, ["peer"])
     assert to_ping == ["peer"]
@@ -187,41 +198,20 @@ def test_an_own_stall_loses_no_peer() -> None:
 
 def test_a_loss_is_reported_once() -> None:
     """A lost peer that is still watched is pinged again."""
-    tracker = HeartbeatTracker(TIMEOUT, {})
+    tracker = Tracker()
     checks = [tracker.check(now, ["peer"]) for now in range(14)]
     assert [now for now, (_, lost) in enumerate(checks) if lost] == [6, 13]
     assert [now for now, (to_ping, _) in enumerate(checks) if to_ping] == [2, 9]
 
 
-class Name(str):
-    """A peer's name that calls `before` at each look-up."""
-
-    __slots__ = ("before",)
-
-    def __hash__(self) -> int:
-        self.before()
-        return super().__hash__()
-
-
-@pytest.mark.parametrize("speaker", ["a", "b"])
-def test_a_sign_of_life_in_the_middle_of_a_check(speaker: str) -> None:
-    """Messages arrive in other threads: the check goes on, and the sign counts."""
-    silent = [other for other in "ab" if other != speaker]
-    for moment in itertools.count():
-        tracker, names = HeartbeatTracker(TIMEOUT, {}), [Name("a"), Name("b")]
-        moments: list[int] = []
-
-        def before(tracker: HeartbeatTracker = tracker, moments: list[int] = moments) -> None:
-            if len(moments) == moment:  # noqa: B023
-                tracker.record(speaker, 3.5)
-            moments.append(0)
-
-        checks = []
-        for now in range(7):
-            for name in names:
-                name.before = before if now == 3 else lambda: None
-            checks.append(tracker.check(now, names))
-        if len(moments) <= moment:  # the check was over by then
-            break
-        assert [sorted(lost) for _, lost in checks] == [[], [], [], [], [], [], silent]
-    assert moment > 4
+def test_a_peer_that_is_probed_is_watched() -> None:
+    """Nothing may wait for it: its connection has ended. The error says how long it was silent."""
+    tracker = Tracker()
+    peer = tracker.peers.peers["peer"]
+    peer.last_heard = 1.0
+    tracker.peers.apply(peer, Event.CUT)
+    found = [tracker.peers.check_silence(now, TIMEOUT, ()) for now in range(7)]
+    assert [[*map(len, each)] for each in found] == [[0, 0]] * 3 + [[1, 0]] + [[0, 0]] * 3
+    assert tracker.peers.check_silence(7.0, TIMEOUT, ()) == ([], [(peer, 6.0)])
+    tracker.peers.apply(peer, Event.ANSWER)
+    assert tracker.peers.check_silence(8.0, TIMEOUT, ()) == ([], [])

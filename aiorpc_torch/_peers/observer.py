@@ -3,21 +3,17 @@
 from typing import Protocol
 
 from ..errors import RpcError
+from .peers import Peer
 
 
 class PeerObserver(Protocol):
     """An observer of peers, told by each end of a connection. Its methods are thread-safe.
 
-    Attributes:
-        last_heard: time of the last message from each peer, written by the connections.
-        lost_peers: peers whose next message `on_message` has to be told.
+    Each end notes the time of a message in the record of the peer.
     """
 
-    last_heard: dict[str, float]
-    lost_peers: dict[str, RpcError]
-
-    def on_message(self, peer: str) -> None:
-        """Record a message from `peer`."""
+    def on_message(self, peer: Peer) -> None:
+        """Note a message of a peer that is not alive."""
 
     def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
         """Handle the end of a connection to process `number` of `peer` without a leave message.

@@ -1,0 +1,421 @@
+"""The peers of a worker: one record for each, with one state, and one function that changes it.
+
+Everything that affects the state of a peer is in this file, and it does not know who reports:
+connections, pings, the directory, a supervisor of children, or silence. It has no clock and no
+loop. `Peers.apply` takes an event and returns the duties that follow; a driver does them.
+
+A record is of one process. Another process of the same worker gets another record.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._wire.handshake import Party
+from ..errors import NotInWorld, RpcError, WorkerGone, WorkerLost
+from .changes import FOLLOWS, Change, Kind
+
+if TYPE_CHECKING:
+    from .._torch.agent import PeerInfo
+    from .._torch.devices import NamedDeviceMaps
+
+
+class State(enum.Enum):
+    """A state of a process, as far as it is known."""
+
+    ALIVE = "alive, as far as is known"
+    LOST = "dead, frozen or unreachable; it may answer again, or another take its place"
+    ABANDONED = "dead, and no other process is started"
+    FAILED = "lost, since its block has failed, whatever it still sends"
+    LEFT = "one whose block has ended in order; it may serve on"
+    ENDED = "one that has left, and does not answer any more"
+
+
+class Event(enum.Enum):
+    """A report of a process: by anybody, in any order, late or twice."""
+
+    MESSAGE = "a message of it is read"
+    ANSWER = "it answers a ping"
+    CUT = "a connection has ended without a last frame"
+    EXIT = "a connection has ended, and it is a child that has ended or ends now"
+    LOSS = "a ping has failed, it was silent for too long, or it has exited"
+    FAILURE = "it tells that its block has failed"
+    LEAVE = "it tells that its block has ended in order"
+    ABANDON = "no process is started in its place"
+    ENTRY = "it has entered the world"
+
+
+class Duty(enum.Enum):
+    """A duty of the driver, which also wakes whoever waits for a peer."""
+
+    PING = "ping it; a failure is a LOSS"
+    AWAIT_EXIT = "wait for its exit code, which is a LOSS"
+    TELL = "tell the readers of changes"
+    FAIL = "fail the calls to it, and cancel its own"
+    REPORT = "report the loss to this worker's block"
+    SEE_OFF = "ping it until torch reports its end"
+    END = "end the connections to it, and from it"
+    FORGET = "end its connections, and forget its name"
+
+
+_ALIVE, _LOST, _ABANDONED, _FAILED, _LEFT, _ENDED = State
+_TELL, _FAIL, _REPORT = Duty.TELL, Duty.FAIL, Duty.REPORT
+
+RULES: Mapping[Event, Mapping[State, tuple[State, Collection[Duty]]]] = {
+    Event.MESSAGE: {_LOST: (_ALIVE, [_TELL])},
+    Event.ANSWER: {_LOST: (_ALIVE, [_TELL])},
+    Event.CUT: {state: (state, [Duty.PING]) for state in (_ALIVE, _LOST, _LEFT, _ENDED)},
+    # Calls wait for the exit code. Once it is known they are failed, as often as it takes: some may
+    # have begun to wait, in another thread, after they were failed.
+    Event.EXIT: {
+        **{state: (state, [Duty.AWAIT_EXIT]) for state in (_ALIVE, _LOST, _LEFT, _ENDED)},
+        **{state: (state, [_FAIL]) for state in (_ABANDONED, _FAILED)},
+    },
+    Event.LOSS: {
+        _ALIVE: (_LOST, [_TELL, _FAIL, _REPORT]),
+        _LOST: (_LOST, [_FAIL]),  # calls that were sent since
+        _ABANDONED: (_ABANDONED, [_FAIL]),
+        _FAILED: (_FAILED, [_FAIL]),
+        _LEFT: (_ENDED, [_FAIL]),
+        _ENDED: (_ENDED, [_FAIL]),
+    },
+    Event.FAILURE: {
+        _ALIVE: (_FAILED, [_TELL, _FAIL, _REPORT]),
+        _LOST: (_FAILED, [_FAIL]),
+    },
+    Event.LEAVE: {
+        _ALIVE: (_LEFT, [_TELL, Duty.SEE_OFF]),
+        _LOST: (_ENDED, [_TELL, Duty.SEE_OFF]),
+        _ABANDONED: (_ENDED, [_TELL]),
+    },
+    Event.ABANDON: {
+        _ALIVE: (_ABANDONED, [_TELL, _FAIL, _REPORT]),
+        _LOST: (_ABANDONED, []),
+        _LEFT: (_ENDED, []),
+    },
+    Event.ENTRY: {_ALIVE: (_ALIVE, [_TELL]), _LOST: (_ALIVE, [_TELL])},
+}
+"""The next state and the duties. Where there is no rule, nothing follows."""
+
+_ENDS_PROBE = {Event.ANSWER, Event.LOSS, Event.FAILURE, Event.ENTRY}
+
+
+class Peer:
+    """The record of one process.
+
+    Attributes:
+        member: its addresses and device maps, beside what follows.
+        name: name of its worker.
+        rank: rank of its worker.
+        number: torch's worker id: unlike the rank, it is new for each process.
+        state: changed by `Peers.apply` alone.
+        error: why it is lost, or has ended; None while it is alive.
+        final: why no other process takes its place, None if one may.
+        failure: the failure of its block, as it has told, None if it has not.
+        is_probed: whether it has to answer a ping, or exit, before it counts as alive.
+        is_pinged: whether a ping by torch is under way.
+        is_exiting: whether calls wait for its exit code: a loss has to follow.
+        last_heard: time of its last message, which connections write in any thread.
+    """
+
+    __slots__ = (
+        *("error", "failure", "final", "is_exiting", "is_first", "is_pinged", "is_probed"),
+        *("last_heard", "member", "name", "number", "rank", "silent_since", "state", "told"),
+        "watched_since",
+    )
+
+    def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
+        self.member = member
+        self.name, self.rank, self.number = member.name, member.rank, member.number
+        self.state = State.ALIVE
+        self.error: RpcError | None = None
+        self.final: RpcError | None = None
+        self.failure: RpcError | None = None
+        self.is_first = is_first  # it was there when this worker started: it is never forgotten
+        self.is_probed = self.is_pinged = self.is_exiting = False
+        self.told: Kind | None = None  # the last change that readers know
+        self.last_heard = float("-inf")
+        self.watched_since: float | None = None  # time from which its silence counts
+        self.silent_since: float | None = None  # time of a ping that is not answered
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name} {self.number}: {self.state.name}>"
+
+    @property
+    def is_lost(self) -> bool:
+        """True if its calls fail: it is lost, or has ended after it had left."""
+        return self.state is not State.ALIVE and self.state is not State.LEFT
+
+    @property
+    def has_left(self) -> bool:
+        """True if its block has ended in order."""
+        return self.state is State.LEFT or self.state is State.ENDED
+
+    @property
+    def has_told(self) -> bool:
+        """True if it has told of its end itself."""
+        return self.has_left or self.failure is not None
+
+    @property
+    def is_here(self) -> bool:
+        """True if readers of changes know it as a member: it has entered and not left."""
+        return self.told is not None and self.told != "left"
+
+
+class Effect(NamedTuple):
+    """A duty for one process; `error` is the reason of FAIL, END and REPORT."""
+
+    duty: Duty
+    peer: Peer
+    error: RpcError | None = None
+    change: Change | None = None
+
+
+KEPT_GONE = 256  # members that came later and are gone, whose names are still known
+
+
+class Peers:
+    """The workers of one world, as one of them knows them.
+
+    It is empty until the world is complete. One thread changes it; any thread may read it.
+
+    Args:
+        name: this worker.
+        members: the workers that are there from the start.
+        is_attached: whether `init_rpc` has started the world. Then workers attach and leave it, as
+            `tell` hears, without a change of their state.
+
+    Attributes:
+        name: this worker.
+        workers: every worker by its name, and by its rank; this one too, which is always alive.
+        peers: the others by name.
+    """
+
+    def __init__(
+        self, name: str, members: Iterable["PeerInfo"] = (), *, is_attached: bool = False
+    ) -> None:
+        self.name = name
+        self.workers: dict[str | int, Peer] = {}
+        self.peers: dict[str, Peer] = {}
+        self._is_attached = is_attached
+        self._gone: deque[Peer] = deque()
+        self._last_check = float("-inf")
+        for member in members:
+            self.admit(member, is_known=True)
+
+    @property
+    def me(self) -> Party:
+        """Return this process."""
+        own = self.workers[self.name]
+        return Party(self.name, own.number)
+
+    def names(self) -> list[str]:
+        """Return the names of all workers. In any thread."""
+        return [key for key in [*self.workers] if isinstance(key, str)]
+
+    def get(self, name: str, number: int) -> Peer | None:
+        """Return the record of a worker's process, None if it is not the current one."""
+        found = self.workers.get(name)
+        return found if found is not None and found.number == number else None
+
+    def number_of(self, name: str) -> int | None:
+        """Return the number of a worker's process, None for no worker of this world."""
+        found = self.workers.get(name)
+        return None if found is None else found.number
+
+    def is_here(self, name: str) -> bool:
+        """Return whether a peer is in the world, as far as readers of changes know. In any thread.
+
+        It may be lost.
+        """
+        found = self.peers.get(name)
+        return found is not None and found.is_here
+
+    def check(self, caller: Party) -> None:
+        """Check that a caller is a current worker.
+
+        Raises:
+            ValueError: if no worker has that name.
+            NotInWorld: if another process has replaced the caller.
+        """
+        if caller.name not in self.workers:
+            raise ValueError(f"no worker {caller.name!r} in this world")
+        if self.get(caller.name, caller.number) is None:
+            raise NotInWorld(replaced_text(caller.name))
+
+    def lost(self) -> dict[str, RpcError]:
+        """Return why peers are lost, or have ended. In any thread."""
+        every = [(each.name, each.error) for each in [*self.peers.values()] if each.is_lost]
+        return {name: error for name, error in every if error is not None}
+
+    def device_maps(self) -> "dict[str, NamedDeviceMaps]":
+        """Return the device maps of each worker."""
+        return {name: self.workers[name].member.device_maps for name in self.names()}
+
+    def told(self) -> dict[str, str]:
+        """Return what peers have told of their ends: a failure, or "". In any thread."""
+        told = [(each.name, each.failure) for each in [*self.peers.values()] if each.has_told]
+        return {name: "" if failure is None else reason_of(failure) for name, failure in told}
+
+    # ── who is a member ─────────────────────────────────────────────────────────────────────────
+
+    def admit(self, member: "PeerInfo", *, is_first: bool = False, is_known: bool = False) -> Peer:
+        """Add a worker; if `is_known`, no change tells of it."""
+        peer = Peer(member, is_first=is_first)
+        peer.told = "joined" if is_known and not self._is_attached else None
+        return self._put(peer)
+
+    def _put(self, peer: Peer) -> Peer:
+        known = self.workers.get(peer.name)
+        if known is not None and known.rank != peer.rank:  # it has joined under the name again
+            del self.workers[known.rank]
+        self.workers[peer.name] = self.workers[peer.rank] = peer
+        if peer.name != self.name:
+            self.peers[peer.name] = peer
+        return peer
+
+    def replace(self, member: "PeerInfo") -> list[Effect]:
+        """Put another process in the place of a worker's; it is lost until it has entered."""
+        old = self.peers[member.name]
+        error = WorkerLost(old.name, "its process was replaced")
+        effects = self._tell(old, "lost", error)
+        new = Peer(member, is_first=old.is_first)
+        new.state, new.error, new.told = State.LOST, error, old.told
+        self._put(new)
+        return [*effects, Effect(Duty.END, old, error)]
+
+    def forget(self, peer: Peer) -> None:
+        """Remove a peer that is gone."""
+        del self.workers[peer.name], self.peers[peer.name]
+        if self.workers.get(peer.rank) is peer:
+            del self.workers[peer.rank]
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, peer: Peer, event: Event, error: RpcError | None = None) -> list[Effect]:
+        """Change the state of a peer; return what has to be done.
+
+        Args:
+            peer: its record; nothing follows for a process that was replaced, or for this one.
+            error: the reason of CUT, EXIT, LOSS, FAILURE and ABANDON.
+        """
+        if self.peers.get(peer.name) is not peer:
+            return []
+        before = peer.state
+        peer.state, duties = RULES[event].get(before, (before, ()))
+        if event is Event.LOSS or event is Event.EXIT:
+            if event is Event.EXIT and peer.is_exiting:  # its loss follows
+                return []
+            peer.is_exiting = Duty.AWAIT_EXIT in duties
+        if Duty.PING in duties or Duty.AWAIT_EXIT in duties:
+            peer.is_probed = True
+        elif event in _ENDS_PROBE or peer.state is not before:
+            peer.is_probed = False
+        if peer.state is State.ALIVE:
+            peer.error = None
+        elif event is Event.FAILURE and before is not peer.state:
+            peer.error = peer.failure = error
+        elif event is Event.ABANDON:
+            peer.final, peer.error = error, peer.error or error
+        elif event is Event.LOSS and peer.failure is peer.final is None:
+            peer.error = error
+        effects: list[Effect] = []
+        for duty in duties:
+            if duty is Duty.TELL:
+                effects += self._tell(peer, _kind(peer, event), peer.error)
+            else:
+                reason = error if duty is Duty.AWAIT_EXIT else peer.error
+                effects.append(Effect(duty, peer, reason))
+        return effects
+
+    def tell(self, peer: Peer, kind: Kind) -> list[Effect]:
+        """Tell that a peer attaches to a world of torch, or leaves it; its state stays."""
+        return self._tell(peer, kind, None)
+
+    def _tell(self, peer: Peer, kind: Kind, error: RpcError | None) -> list[Effect]:
+        """Tell the readers of a change, if it follows from the last one of this worker."""
+        if peer.told not in FOLLOWS[kind]:
+            return []
+        peer.told = kind
+        reason = reason_of(error) if kind == "lost" and error is not None else ""
+        effects = [Effect(Duty.TELL, peer, None, Change(kind, peer.name, peer.rank, reason))]
+        if kind in ("left", "lost") and not self._is_attached:
+            effects += self._let_go(peer)
+        return effects
+
+    def dismiss(self, peer: Peer, error: RpcError) -> list[Effect]:
+        """Let a peer go that has left the group of torch's RPC: calls to it fail with `error`."""
+        effects = self.apply(peer, Event.LEAVE)
+        more = [Effect(duty, peer, error) for duty in (Duty.FAIL, Duty.END)]
+        return [*effects, *more, *self._let_go(peer)]
+
+    def _let_go(self, peer: Peer) -> Iterator[Effect]:
+        """Forget, but for the last ones, the members that came later and are gone.
+
+        Until then calls to them say that they have left or are lost. Afterwards they are unknown,
+        so a world that changes for weeks does not grow. The first members may be replaced.
+        """
+        if not peer.is_first:
+            self._gone.append(peer)
+        while len(self._gone) > KEPT_GONE:
+            oldest = self._gone.popleft()
+            if self.peers.get(oldest.name) is oldest and (oldest.is_lost or oldest.has_left):
+                self.forget(oldest)
+                yield Effect(Duty.FORGET, oldest)
+
+    # ── silence ─────────────────────────────────────────────────────────────────────────────────
+
+    def check_silence(
+        self, now: float, timeout: float, awaited: Collection[str]
+    ) -> tuple[list[Peer], list[tuple[Peer, float]]]:
+        """Return the peers to ping, and the lost ones with the seconds of their silence.
+
+        Only peers that something waits for are watched, and those that are probed. A silent one is
+        pinged after `timeout / 4` seconds, and is lost `timeout / 2` later. Call this every
+        `timeout / 8` seconds.
+        """
+        # This process was blocked or suspended: answers may be here unread.
+        is_late = now - self._last_check > timeout / 4
+        self._last_check = now
+        to_ping, lost = [], []
+        for peer in [*self.peers.values()]:
+            if peer.name not in awaited and not peer.is_probed:
+                peer.watched_since = peer.silent_since = None
+                continue
+            if peer.watched_since is None:
+                peer.watched_since = now
+            heard = max(peer.watched_since, peer.last_heard)
+            if peer.silent_since is not None and (heard >= peer.silent_since or is_late):
+                peer.silent_since = None if heard >= peer.silent_since else now
+            if peer.silent_since is None:
+                if now - heard >= timeout / 4:
+                    peer.silent_since = now
+                    to_ping.append(peer)
+            elif now - peer.silent_since >= timeout / 2:
+                peer.watched_since = peer.silent_since = None
+                lost.append((peer, now - heard))
+        return to_ping, lost
+
+
+def _kind(peer: Peer, event: Event) -> Kind:
+    """Return the change that an event is for the readers, if it is one."""
+    if peer.state is not State.ALIVE:
+        return "left" if peer.has_left else "lost"
+    has_joined = event is Event.ENTRY and peer.told != "lost"
+    return "joined" if has_joined else "returned"
+
+
+def replaced_text(worker: str) -> str:
+    """Return the error text for a process that was replaced."""
+    return f"worker {worker!r} was restarted: a newer process has replaced this one"
+
+
+def left_text(worker: str) -> str:
+    """Return the error text for a worker whose block has ended in order."""
+    return f"worker {worker!r} has left its world"
+
+
+def reason_of(error: RpcError) -> str:
+    """Return in one line why a peer is lost."""
+    return error.reason if isinstance(error, WorkerGone) else str(error)

@@ -1,0 +1,395 @@
+"""The membership of a world: it hears what is reported of the peers, and does what follows.
+
+`Peers` decides: it has the record of each peer and the rules. This driver has the loop, and sends
+pings. The connections of a killed peer end: it is pinged at once, and torch's send fails. The
+connections of a frozen or unreachable peer do not end: it is pinged after some seconds of silence.
+Pings go to the event loop on each open connection, and to a thread of torch's, which answers
+without the GIL. A peer is lost if neither answers, so one whose Python code blocks the loop, or
+keeps the GIL, is not lost.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .._aio.loops import await_on, call_soon, run_on_loop
+from .._client.answers import error_of_close
+from .._peers.changes import Change, ChangeLog, Entry, Kind
+from .._peers.peers import (
+    Duty,
+    Effect,
+    Event,
+    Peer,
+    Peers,
+    State,
+    left_text,
+    replaced_text,
+)
+from .._torch import rrefs
+from .._torch.agent import Agent, PeerInfo
+from .._torch.compat import RawFuture
+from .._torch.transport import classify_error, ping, when_done, wrap_future
+from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost
+
+if TYPE_CHECKING:
+    from .node import Node
+
+log = logging.getLogger("aiorpc_torch")
+
+# Seconds between pings of a process that leaves: it may serve others for long.
+_SEE_OFF_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[10.0] * 60)
+PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
+
+
+class Children(Protocol):
+    """The peers that are child processes of this one."""
+
+    def is_exiting(self, name: str) -> bool:
+        """Return whether a child has ended or ends now, False for another peer. In any thread."""
+
+    async def exit_reason(self, name: str) -> str:
+        """Wait for the end of that child; return how it has ended, "" if that is unknown."""
+
+
+class Membership:
+    """The membership of one world, on the loop that created it, from `start` to `close`.
+
+    Args:
+        peers: the records.
+        heartbeat: seconds of silence after which a peer is lost.
+        node: this worker, with its connections.
+        children: tell how peers have ended that are child processes.
+        is_attached: whether `init_rpc` has started the world. Silence then counts on open
+            connections only.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        heartbeat: float,
+        node: "Node",
+        children: Children | None = None,
+        *,
+        is_attached: bool = False,
+    ) -> None:
+        self.log = ChangeLog()
+        self.agent: Agent | None = None
+        """Learns of the processes that enter, and of those that are forgotten."""
+        self.on_loss: Callable[[RpcError], None] | None = None
+        """Called for each peer that is lost."""
+        self._peers = peers
+        self._heartbeat = heartbeat
+        self._node = node
+        self._children = children
+        self._is_attached = is_attached
+        self._loop = asyncio.get_running_loop()
+        self._is_open = True
+        self._changed = asyncio.Event()  # set and replaced after each report
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start watching: the members are known."""
+        self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
+
+    def close(self) -> None:
+        """Stop watching, and hear no more reports; waits for peers end."""
+        self._is_open = False
+        self.wake()
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    # Not a task group: it would wrap the exception of the user's block in an ExceptionGroup, and
+    # has to be left in the task that entered it: pytest leaves a fixture in another.
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ── reports, in any thread ──────────────────────────────────────────────────────────────────
+
+    def on_message(self, peer: Peer) -> None:
+        """Note a message of a process that is not alive."""
+        if peer.state is State.LOST:  # it was frozen or unreachable
+            call_soon(self._loop, self.report, peer, Event.MESSAGE)
+
+    def on_disconnect(self, name: str, number: int, error: RpcError) -> RpcError | None:
+        """Probe a process whose connection ended without a leave message.
+
+        Return the error of the calls of that connection. None if the process is a child of this
+        one that has ended or ends now: its loss, which follows, has the reason.
+        """
+        peer = self._peers.get(name, number)
+        if peer is None or name == self._peers.name:
+            return error
+        if (known := peer.failure or peer.final) is not None:
+            return peer.error or known
+        is_exiting = self._is_open and self._is_exiting(name)
+        event = Event.EXIT if is_exiting else Event.CUT
+        run_on_loop(self._loop, self.report, peer, event, error)  # before its callers resume
+        return None if is_exiting else error
+
+    def on_leave_message(self, name: str, number: int, what: str, text: str) -> None:
+        """Note why a process has closed a connection, before its callers resume."""
+        run_on_loop(self._loop, self._on_leave_message, name, number, what, text)
+
+    def _on_leave_message(self, name: str, number: int, what: str, text: str) -> None:
+        peer = self._peers.get(name, number)
+        if what == "detached":
+            self._node.on_detached(name, text)
+        elif peer is not None and what == "failed":
+            self.report(peer, Event.FAILURE, error_of_close(name, "failed", text))
+        elif peer is not None and (what == "left" or (what == "retires" and not self._is_attached)):
+            self.report(peer, Event.LEAVE)
+
+    # ── reports, on the loop ────────────────────────────────────────────────────────────────────
+
+    def report(self, peer: Peer | None, event: Event, error: RpcError | None = None) -> None:
+        """Hear an event of a process, and do what follows."""
+        if peer is None or not self._is_open or isinstance(error, NotInWorld):
+            return  # torch's RPC has ended here
+        self._do(self._peers.apply(peer, event, error))
+
+    def probe(self, name: str) -> None:
+        """Ping a peer; if the ping fails, the peer is lost."""
+        self.report(self._peers.peers.get(name), Event.CUT)
+
+    def lose(self, name: str, error: RpcError) -> None:
+        """Note that a peer is lost."""
+        self.report(self._peers.peers.get(name), Event.LOSS, error)
+
+    def give_up(self, name: str, error: RpcError) -> None:
+        """Note that no process takes the place of a peer."""
+        self.report(self._peers.peers.get(name), Event.ABANDON, error)
+
+    def add(self, member: PeerInfo) -> bool:
+        """Add a member, or the newer process of one, whose loss may be known; it enters later."""
+        if self.log.is_closed:  # this worker leaves: torch may have stopped
+            return False
+        assert self.agent is not None
+        if (known := self._peers.peers.get(member.name)) is None:
+            self.agent.add_peer(member)
+            self._peers.admit(member)
+        else:
+            self.agent.replace_peer(known.member, member)
+            self._do(self._peers.replace(member))
+        return True
+
+    def announce(self, name: str) -> None:
+        """Note that a process has entered."""
+        if (peer := self._peers.peers.get(name)) is not None:
+            peer.last_heard = time.monotonic()
+            self.report(peer, Event.ENTRY)
+
+    def tell(self, name: str, kind: Kind) -> None:
+        """Tell that a peer attaches to a world of torch, or leaves it."""
+        if (peer := self._peers.peers.get(name)) is not None:
+            peer.last_heard = time.monotonic()
+            self._do(self._peers.tell(peer, kind))
+
+    def dismiss(self, peer: Peer, error: RpcError) -> None:
+        """End what waits for a peer that has left the group of torch's RPC."""
+        self._do(self._peers.dismiss(peer, error))
+
+    # ── duties ──────────────────────────────────────────────────────────────────────────────────
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for duty, peer, error, change in effects:
+            match duty:
+                case Duty.TELL if change is not None:
+                    self._note_reachable(peer)
+                    self._tell(change)
+                case Duty.FAIL if error is not None:
+                    self._note_reachable(peer)
+                    self._node.fail(peer.name, error)
+                case Duty.REPORT if error is not None and self.on_loss is not None:
+                    self._report_loss(self.on_loss, peer, error)
+                case Duty.PING:
+                    self._ping(peer)
+                case Duty.AWAIT_EXIT if error is not None:
+                    self._start(self._await_exit(peer, error))
+                case Duty.SEE_OFF if not self._is_attached:
+                    self._start(self._see_off(peer))
+                case Duty.END if error is not None:
+                    self._note_reachable(peer)
+                    self._node.end_process(peer.name, error, replaced_text(peer.name))
+                case Duty.FORGET:
+                    self._forget(peer)
+        self.wake()
+        self._node.departures.settle()
+
+    def _tell(self, change: Change) -> None:
+        if not self.log.is_closed:
+            reason = f": {change.reason}" if change.reason else ""
+            log.info("%s: worker %r: %s%s", self._peers.name, change.name, change.kind, reason)
+            self.log.record(change)
+            self._node.registry.on_change(change.name)
+
+    def _note_reachable(self, peer: Peer) -> None:
+        if peer.is_lost or peer.has_left or self._peers.peers.get(peer.name) is not peer:
+            rrefs.note_gone(peer.number, peer.name)
+        else:
+            rrefs.note_back(peer.number)
+
+    def _forget(self, peer: Peer) -> None:
+        self._node.end_process(peer.name, WorkerLeft(peer.name), left_text(peer.name))
+        if self.agent is not None:
+            self.agent.retire_peer(peer.member)
+        if self._node.attachments is not None:
+            self._node.attachments.forget(peer.name)
+
+    def _report_loss(
+        self, on_loss: Callable[[RpcError], None], peer: Peer, error: RpcError
+    ) -> None:
+        if peer.failure is not None:
+            on_loss(error)
+        else:
+            self._start(self._report_unless_left(on_loss, peer.name, error))
+
+    async def _report_unless_left(
+        self, on_loss: Callable[[RpcError], None], name: str, error: RpcError
+    ) -> None:
+        """Report the loss, unless the peer's block had ended in order before."""
+        if not await self._node.departures.has_left_in_order(name):
+            on_loss(error)
+
+    async def _await_exit(self, peer: Peer, error: RpcError) -> None:
+        """Lose a child when its exit code is known; with `error` if it stays unknown."""
+        assert self._children is not None
+        if reason := await self._children.exit_reason(peer.name):
+            error = WorkerLost(peer.name, reason)
+        elif isinstance(error, WorkerLost):  # perhaps of one call, which was not sent
+            error = WorkerLost(peer.name, error.reason)
+        if peer.is_exiting:  # else a loss that came meanwhile has failed the calls
+            self.report(peer, Event.LOSS, error)
+
+    async def _see_off(self, peer: Peer) -> None:
+        """Ping a process that leaves until torch reports its end.
+
+        torch closes the sockets of a broken pipe only when a message fails. (2.15;
+        tests/integration/test_membership_soak.py)
+        """
+        info = peer.member.info
+        for delay in _SEE_OFF_DELAYS:
+            await asyncio.sleep(delay)
+            try:
+                await wrap_future(ping(info))
+            except Exception:
+                return
+
+    # ── pings ───────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self) -> None:
+        awaited = self._node.awaited()
+        if self._is_attached:
+            awaited &= self._node.linked()
+        now = time.monotonic()
+        silent, lost = self._peers.check_silence(now, self._heartbeat, awaited)
+        for peer in silent:
+            self._ping(peer)
+        for peer, seconds in lost:
+            error = WorkerLost(peer.name, f"no sign of life for {seconds:.3g} s")
+            self.report(peer, Event.LOSS, error)
+        self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
+
+    def _ping(self, peer: Peer) -> None:
+        self._node.ping(peer.name)
+        if peer.is_pinged:
+            return
+        try:
+            answer = ping(peer.member.info)
+        except Exception as exc:
+            self.on_unreachable(peer, exc)
+        else:
+            peer.is_pinged = True
+            when_done(answer, functools.partial(self._on_answer, peer))
+
+    def _on_answer(self, peer: Peer, answer: "RawFuture[Any]") -> None:
+        peer.is_pinged = False
+        try:
+            answer.wait()
+        except BaseException as exc:  # the peer chooses the class
+            self.on_unreachable(peer, exc)
+        else:
+            peer.last_heard = time.monotonic()
+            self.report(peer, Event.ANSWER)
+
+    def on_unreachable(self, peer: Peer, exc: BaseException) -> None:
+        """Note that a ping has failed: the peer is lost; a child that ends is, with its reason."""
+        if self._is_open:  # else the supervisor ends the children
+            error = classify_error(exc, peer.name)
+            is_exit = isinstance(error, WorkerLost) and self._is_exiting(peer.name)
+            self.report(peer, Event.EXIT if is_exit else Event.LOSS, error)
+
+    def _is_exiting(self, name: str) -> bool:
+        return self._children is not None and self._children.is_exiting(name)
+
+    # ── questions ───────────────────────────────────────────────────────────────────────────────
+
+    def penalty(self, name: str) -> int | None:
+        """Return 0 for a live peer, None for a lost one, and much while it is probed."""
+        peer = self._peers.peers.get(name)
+        if peer is None:
+            return 0  # this worker
+        if peer.is_lost or peer.has_told:
+            return None
+        return PROBED_LOAD if peer.is_probed else 0
+
+    def failure_of(self, name: str) -> RpcError | None:
+        """Return the failure that a peer has told of, if it has."""
+        peer = self._peers.peers.get(name)
+        return None if peer is None else peer.failure
+
+    async def wait_until_probed(self, name: str) -> None:
+        """Wait for the ping that is under way, if one is. On any loop."""
+        await await_on(self._loop, self._wait_until_probed(name))
+
+    async def _wait_until_probed(self, name: str) -> None:
+        while self._is_open and (peer := self._peers.peers.get(name)) and peer.is_probed:
+            await self._changed.wait()
+
+    async def wait_until_alive(self, name: str) -> None:
+        """Wait until a lost peer has rejoined; return at once if it is not lost. On any loop.
+
+        Raises:
+            WorkerLost: if it will not rejoin.
+            WorkerLeft: if it has left in order.
+            NotInWorld: once this worker leaves its world.
+        """
+        await await_on(self._loop, self._wait_until_alive(name))
+
+    async def _wait_until_alive(self, name: str) -> None:
+        while self._is_open:
+            peer = self._peers.workers.get(name)
+            if peer is None:
+                raise WorkerLost(name, "it is lost for so long that its name is forgotten")
+            if peer.has_left:
+                raise WorkerLeft(name)
+            if peer.final is not None:
+                raise peer.final
+            if peer.state is State.ALIVE and not peer.is_probed:
+                return
+            await self._changed.wait()
+        raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
+
+    # ── changes ─────────────────────────────────────────────────────────────────────────────────
+
+    def wake(self) -> None:
+        """Let whoever waits for a change look again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def next_change(self, entry: Entry) -> Entry | None:
+        """Wait for the entry after that one; None if this worker leaves before. On any loop."""
+        if entry.next is None and not self.log.is_closed:
+            await await_on(self._loop, self._wait_for_change(entry))
+        return entry.next
+
+    async def _wait_for_change(self, entry: Entry) -> None:
+        while entry.next is None and not self.log.is_closed:
+            await self._changed.wait()
