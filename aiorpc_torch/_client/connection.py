@@ -63,6 +63,8 @@ from .torch_transfers import TorchTransfers
 
 log = logging.getLogger("aiorpc_torch")
 
+_ALIVE = State.ALIVE
+
 
 class Connection(Channel):
     """A connection to one peer, one-way: calls go out, results come in. Confined to its loop.
@@ -381,7 +383,7 @@ class Connection(Channel):
         """Resume the callers that have their results; the calls they make are sent together."""
         peer = self._peer
         peer.last_heard = time.monotonic()
-        if peer.state is not State.ALIVE:
+        if peer.state is not _ALIVE:
             self._observer.on_message(peer)
         if self._state.queue:
             self.flush()

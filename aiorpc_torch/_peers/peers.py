@@ -83,6 +83,7 @@ RULES: Mapping[Event, Mapping[State, tuple[State, Collection[Duty]]]] = {
     Event.FAILURE: {
         _ALIVE: (_FAILED, [_TELL, _FAIL, _REPORT]),
         _LOST: (_FAILED, [_FAIL]),
+        _ABANDONED: (_FAILED, [_FAIL]),
     },
     Event.LEAVE: {
         _ALIVE: (_LEFT, [_TELL, Duty.SEE_OFF]),
@@ -145,12 +146,12 @@ class Peer:
     @property
     def is_lost(self) -> bool:
         """True if its calls fail: it is lost, or has ended after it had left."""
-        return self.state is not State.ALIVE and self.state is not State.LEFT
+        return self.state is not _ALIVE and self.state is not _LEFT
 
     @property
     def has_left(self) -> bool:
         """True if its block has ended in order."""
-        return self.state is State.LEFT or self.state is State.ENDED
+        return self.state is _LEFT or self.state is _ENDED
 
     @property
     def has_told(self) -> bool:
@@ -261,9 +262,12 @@ class Peers:
     # ── who is a member ─────────────────────────────────────────────────────────────────────────
 
     def admit(self, member: "PeerInfo", *, is_first: bool = False, is_known: bool = False) -> Peer:
-        """Add a worker; if `is_known`, no change tells of it."""
+        """Add a worker, or its next process; if `is_known`, no change tells of it."""
         peer = Peer(member, is_first=is_first)
-        peer.told = "joined" if is_known and not self._is_attached else None
+        if (known := self.peers.get(member.name)) is not None:
+            peer.told = known.told
+        elif is_known and not self._is_attached:
+            peer.told = "joined"
         return self._put(peer)
 
     def _put(self, peer: Peer) -> Peer:
@@ -283,6 +287,8 @@ class Peers:
         new = Peer(member, is_first=old.is_first)
         new.state, new.error, new.told = State.LOST, error, old.told
         self._put(new)
+        if not new.is_first:  # it may never enter
+            self._gone.append(new)
         return [*effects, Effect(Duty.END, old, error)]
 
     def forget(self, peer: Peer) -> None:
@@ -327,6 +333,8 @@ class Peers:
             else:
                 reason = error if duty is Duty.AWAIT_EXIT else peer.error
                 effects.append(Effect(duty, peer, reason))
+        if before is _ALIVE and peer.state is not before and not self._is_attached:
+            effects += self._let_go(peer)
         return effects
 
     def tell(self, peer: Peer, kind: Kind) -> list[Effect]:
@@ -339,10 +347,7 @@ class Peers:
             return []
         peer.told = kind
         reason = reason_of(error) if kind == "lost" and error is not None else ""
-        effects = [Effect(Duty.TELL, peer, None, Change(kind, peer.name, peer.rank, reason))]
-        if kind in ("left", "lost") and not self._is_attached:
-            effects += self._let_go(peer)
-        return effects
+        return [Effect(Duty.TELL, peer, None, Change(kind, peer.name, peer.rank, reason))]
 
     def dismiss(self, peer: Peer, error: RpcError) -> list[Effect]:
         """Let a peer go that has left the group of torch's RPC: calls to it fail with `error`."""

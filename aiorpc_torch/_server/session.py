@@ -47,6 +47,7 @@ from .result_sender import ResultSender
 
 log = logging.getLogger("aiorpc_torch")
 
+_ALIVE = State.ALIVE
 _read_control = reader(tuple[list[int], list[tuple[int, int]]])
 _read_slot = reader(tuple[int, RRefId | str | None])
 
@@ -161,7 +162,7 @@ class Session(Channel):
     def on_read(self) -> None:
         peer = self._peer
         peer.last_heard = monotonic()
-        if peer.state is not State.ALIVE:
+        if peer.state is not _ALIVE:
             self._handler.on_message(peer)
 
     def admit(self, call: Any) -> bool:

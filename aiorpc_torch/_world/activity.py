@@ -12,7 +12,7 @@ until every live peer has left. (tests/unit/world/test_activity.py)
 """
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,16 +93,23 @@ class ActivityTable:
 
     def missing(self, asker: str, goal: Activity, among: Sequence[str] = ()) -> list[str]:
         """Return the live members of whom a wait is not reached."""
-        gone = self._gone()
+        return self._missing(asker, goal, among or self._names(), self._gone())
+
+    def _missing(
+        self, asker: str, goal: Activity, among: Iterable[str], gone: Collection[str]
+    ) -> list[str]:
         return [
             name
-            for name in among or self._names()
-            if name != asker and name not in gone and self._activity(name) < goal
+            for name in among
+            if name != asker
+            and name not in gone
+            and self._number_of(name) is not None
+            and self._activity(name) < goal
         ]
 
     def awaited(self) -> set[str]:
         """Return the members of whom any wait is not reached."""
-        return {name for each in self._waits for name in self._missing_of(each)}
+        return {name for missing in self._missing_of_all().values() for name in missing}
 
     def add(self, wait: Wait) -> None:
         """Add a wait, in place of an earlier one with its token."""
@@ -136,7 +143,7 @@ class ActivityTable:
             for each in self._waits
             if each.asker not in gone and self._number_of(each.asker) == each.process
         ]
-        reached = [each for each in self._waits if not self._missing_of(each)]
+        reached = [each for each, missing in self._missing_of_all().items() if not missing]
         for each in reached:
             self._waits.remove(each)
             report = self.report_of(each.asker)
@@ -145,8 +152,12 @@ class ActivityTable:
         for each in reached:
             each.answer(True)
 
-    def _missing_of(self, wait: Wait) -> list[str]:
-        return self.missing(wait.asker, wait.goal, wait.among)
+    def _missing_of_all(self) -> dict[Wait, list[str]]:
+        gone, names = self._gone(), self._names()
+        return {
+            each: self._missing(each.asker, each.goal, each.among or names, gone)
+            for each in self._waits
+        }
 
     def _activity(self, name: str) -> Activity:
         return self.report_of(name).activity

@@ -302,7 +302,7 @@ class Departures:
     async def _round(self, request: Request) -> dict[str, Report]:
         """Ask the live peers that have not left; return their reports."""
         awaited = [peer for peer in request.among or self.members.peers if peer not in self.left()]
-        asked = [peer for peer in awaited if not self.members.peers[peer].is_lost]
+        asked = [peer for peer in awaited if peer not in self.members.lost()]
         answers = await asyncio.gather(*(self._ask(peer, request) for peer in asked))
         for peer, answer in zip(asked, answers, strict=True):
             if answer is None:

@@ -379,9 +379,13 @@ class DirectoryClient:
     ) -> None:
         """Note what has changed while there was no connection."""
         for each in members:
-            if node.members.get(each.name, each.number) is None:
+            known = node.members.get(each.name, each.number)
+            if known is None:
                 node.add(PeerInfo(*each))
+            if known is None or not known.is_here:
                 node.membership.announce(each.name)
+            elif known.is_lost:
+                node.membership.probe(each.name)
         listed = {each.name for each in members}.union(entering)
         for peer in node.peers():
             if peer not in listed:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
-from .._peers.changes import Change, ChangeLog, Entry, Kind
+from .._peers.changes import Change, ChangeLog, Entry
 from .._peers.peers import (
     Duty,
     Effect,
@@ -78,13 +78,12 @@ class Membership:
         self.log = ChangeLog()
         self.agent: Agent | None = None
         """Learns of the processes that enter, and of those that are forgotten."""
-        self.on_loss: Callable[[RpcError], None] | None = None
-        """Called for each peer that is lost."""
         self._peers = peers
         self._heartbeat = heartbeat
         self._node = node
         self._children = children
         self._is_attached = is_attached
+        self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_open = True
         self._changed = asyncio.Event()  # set and replaced after each report
@@ -153,7 +152,11 @@ class Membership:
         """Hear an event of a process, and do what follows."""
         if peer is None or not self._is_open or isinstance(error, NotInWorld):
             return  # torch's RPC has ended here
-        self._do(self._peers.apply(peer, event, error))
+        before = peer.state
+        effects = self._peers.apply(peer, event, error)
+        if peer.state is not before:
+            self._note_reachable(peer)
+        self._do(effects, is_changed=peer.state is not before)
 
     def probe(self, name: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
@@ -186,42 +189,55 @@ class Membership:
             peer.last_heard = time.monotonic()
             self.report(peer, Event.ENTRY)
 
-    def tell(self, name: str, kind: Kind) -> None:
-        """Tell that a peer attaches to a world of torch, or leaves it."""
+    def on_attached(self, name: str) -> None:
+        """Tell that a peer has attached to a world of torch."""
         if (peer := self._peers.peers.get(name)) is not None:
             peer.last_heard = time.monotonic()
-            self._do(self._peers.tell(peer, kind))
+            self._do(self._peers.tell(peer, "joined"))
+            self.report(peer, Event.MESSAGE)
+
+    def on_detached(self, name: str) -> None:
+        """Tell that a peer has left such a world."""
+        if (peer := self._peers.peers.get(name)) is not None:
+            self._do(self._peers.tell(peer, "left"))
 
     def dismiss(self, peer: Peer, error: RpcError) -> None:
         """End what waits for a peer that has left the group of torch's RPC."""
-        self._do(self._peers.dismiss(peer, error))
+        effects = self._peers.dismiss(peer, error)
+        self._note_reachable(peer)
+        self._do(effects)
 
     # ── duties ──────────────────────────────────────────────────────────────────────────────────
 
-    def _do(self, effects: Iterable[Effect]) -> None:
-        for duty, peer, error, change in effects:
-            match duty:
-                case Duty.TELL if change is not None:
-                    self._note_reachable(peer)
-                    self._tell(change)
-                case Duty.FAIL if error is not None:
-                    self._note_reachable(peer)
-                    self._node.fail(peer.name, error)
-                case Duty.REPORT if error is not None and self.on_loss is not None:
-                    self._report_loss(self.on_loss, peer, error)
-                case Duty.PING:
-                    self._ping(peer)
-                case Duty.AWAIT_EXIT if error is not None:
-                    self._start(self._await_exit(peer, error))
-                case Duty.SEE_OFF if not self._is_attached:
-                    self._start(self._see_off(peer))
-                case Duty.END if error is not None:
-                    self._note_reachable(peer)
-                    self._node.end_process(peer.name, error, replaced_text(peer.name))
-                case Duty.FORGET:
-                    self._forget(peer)
-        self.wake()
-        self._node.departures.settle()
+    def _do(self, effects: Iterable[Effect], *, is_changed: bool = True) -> None:
+        try:
+            for each in effects:
+                self._do_one(*each)
+        finally:
+            self.wake()
+            if is_changed:
+                self._node.departures.settle()
+
+    def _do_one(
+        self, duty: Duty, peer: Peer, error: RpcError | None, change: Change | None
+    ) -> None:
+        match duty:
+            case Duty.TELL if change is not None:
+                self._tell(change)
+            case Duty.FAIL if error is not None:
+                self._node.fail(peer.name, error)
+            case Duty.REPORT if error is not None:
+                self._report_loss(peer, error)
+            case Duty.PING:
+                self._ping(peer)
+            case Duty.AWAIT_EXIT if error is not None:
+                self._start(self._await_exit(peer, error))
+            case Duty.SEE_OFF if not self._is_attached:
+                self._start(self._see_off(peer))
+            case Duty.END if error is not None:
+                self._end(peer, error)
+            case Duty.FORGET:
+                self._forget(peer)
 
     def _tell(self, change: Change) -> None:
         if not self.log.is_closed:
@@ -236,6 +252,12 @@ class Membership:
         else:
             rrefs.note_back(peer.number)
 
+    def _end(self, peer: Peer, error: RpcError) -> None:
+        is_replaced = self._peers.peers.get(peer.name) is not peer
+        self._note_reachable(peer)
+        text = replaced_text(peer.name) if is_replaced else str(error)
+        self._node.end_process(peer.name, error, text)
+
     def _forget(self, peer: Peer) -> None:
         self._node.end_process(peer.name, WorkerLeft(peer.name), left_text(peer.name))
         if self.agent is not None:
@@ -243,13 +265,18 @@ class Membership:
         if self._node.attachments is not None:
             self._node.attachments.forget(peer.name)
 
-    def _report_loss(
-        self, on_loss: Callable[[RpcError], None], peer: Peer, error: RpcError
-    ) -> None:
-        if peer.failure is not None:
-            on_loss(error)
-        else:
-            self._start(self._report_unless_left(on_loss, peer.name, error))
+    def report_losses(self, on_loss: Callable[[RpcError], None]) -> None:
+        """Call `on_loss` for each peer that is lost, now or later."""
+        self._on_loss = on_loss
+        for peer in [*self._peers.peers.values()]:
+            if peer.is_lost and not peer.has_left and peer.error is not None:
+                self._report_loss(peer, peer.error)
+
+    def _report_loss(self, peer: Peer, error: RpcError) -> None:
+        if self._on_loss is not None and peer.failure is not None:
+            self._on_loss(error)
+        elif self._on_loss is not None:
+            self._start(self._report_unless_left(self._on_loss, peer.name, error))
 
     async def _report_unless_left(
         self, on_loss: Callable[[RpcError], None], name: str, error: RpcError

@@ -151,7 +151,7 @@ class Node:
         """Run `step` on the loop, in order, once this node is started."""
         self.server.call_on_loop(lambda: step() if self._held is None else self._held.append(step))
 
-    # ── for the failure detector ────────────────────────────────────────────────────────────────
+    # ── for the membership ──────────────────────────────────────────────────────────────────────
 
     def linked(self) -> set[str]:
         """Return the peers with an open connection, in either direction."""
@@ -210,6 +210,7 @@ class Node:
             return
         assert self.attachments is not None
         self.members.admit(adopted_peer(worker))
+        self.membership.wake()
         self.attachments.welcome(worker.name)
         if device_map := device_map_for(worker):
             self._use_device_map(self.members.name, worker.name, device_map)
@@ -222,10 +223,10 @@ class Node:
             self.membership.dismiss(peer, WorkerLeft(worker.name, LEFT_GROUP))
 
     def _on_detached(self, peer: str) -> None:
-        self.membership.tell(peer, "left")
+        self.membership.on_detached(peer)
 
     def _on_attached(self, peer: str, device_map: Mapping[str, str]) -> None:
-        self.membership.tell(peer, "joined")
+        self.membership.on_attached(peer)
         if device_map:
             self._use_device_map(peer, self.members.name, device_map)
             torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -198,6 +198,10 @@ class Supervisor:
         if self._membership is None and child.has_entered:
             self._early.append((child, config, failure))
             return
+        if self._child(config.name) not in (child, None):  # one that was frozen, say
+            log.warning("a former process of worker %r has ended: %s", config.name, failure)
+            self._release(child)
+            return
         death = None
         if isinstance(failure, WorkerLost) and failure.worker == config.name:
             death = failure

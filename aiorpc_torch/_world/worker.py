@@ -372,7 +372,7 @@ async def _running(
         log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
-                node.membership.on_loss = interrupt
+                node.membership.report_losses(interrupt)
             with forks_exit_here(), mistakes_explained():
                 yield me
     except BaseException as exc:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from aiorpc_torch import WorkerLeft, WorkerLost
+from aiorpc_torch._peers import peers as peers_module
 from aiorpc_torch._peers.changes import Change
 from aiorpc_torch._peers.peers import RULES, Duty, Effect, Event, Peer, Peers, State, reason_of
 from aiorpc_torch._torch.agent import PeerInfo
@@ -167,6 +168,18 @@ def test_a_peer_that_leaves_the_group_of_torch() -> None:
         assert [(each.duty, each.error) for each in ends] == [(Duty.FAIL, left), (Duty.END, left)]
 
 
+def test_a_worker_that_dies_before_it_has_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is told of it, and it is forgotten as others are; the last duty is to forget."""
+    monkeypatch.setattr(peers_module, "KEPT_GONE", 1)
+    found, _ = peers()
+    effects: list[Effect] = []
+    for number in (2, 3):
+        late = found.admit(PeerInfo(f"late{number}", number, number, ""))
+        effects = found.apply(late, Event.LOSS, error("killed"))
+    assert duties(effects) == [Duty.FAIL, Duty.REPORT, Duty.FORGET]
+    assert [*found.peers] == ["p", "late3"]
+
+
 # ── every order ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,7 +194,7 @@ def expected(events: Sequence[Event]) -> str:
         if event is Event.LEAVE and end in ("", "abandoned"):
             end = "left"
         elif event is Event.FAILURE:
-            end = end or "failed"
+            end = "left" if end == "left" else "failed"
         elif event is Event.ABANDON:
             end = end or "abandoned"
         is_lost = is_lost or event is Event.LOSS

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from aiorpc_torch import WorldTimeout
-from aiorpc_torch._peers.peers import Peers
+from aiorpc_torch import WorkerLost, WorldTimeout
+from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
@@ -386,11 +386,16 @@ async def test_what_has_changed_while_there_was_no_connection(group: Group) -> N
         membership=SimpleNamespace(
             announce=lambda name: told.append(("announce", name)),
             on_leave_message=lambda *leave: told.append(leave),
+            probe=lambda name: told.append(("probe", name)),
         ),
     )
-    listed = [Member(name, n, n, "", {}, "", "") for name, n in (("w0", 0), ("w1", 1), ("new", 4))]
+    node.members.apply(node.members.peers["w1"], Event.LOSS, WorkerLost("w1"))
+    node.members.admit(PeerInfo("added", 5, 5, ""))  # its announcement was lost
+    numbers = {"w0": 0, "w1": 1, "added": 5, "new": 4}
+    listed = [Member(name, n, n, "", {}, "", "") for name, n in numbers.items()]
     group.client(registration(0))._update(node, listed, ["entering"])
-    assert told == [("add", "new"), ("announce", "new"), ("left", 2, "left", "")]
+    entered = [("announce", "added"), ("add", "new"), ("announce", "new")]
+    assert told == [("probe", "w1"), *entered, ("left", 2, "left", "")]
 
 
 async def test_the_barrier_of_the_exit_times_out(group: Group) -> None:

@@ -12,6 +12,7 @@ from aiorpc_torch import NotInWorld, WorkerLeft, WorkerLost, call
 from aiorpc_torch._peers import peers as peers_module
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._torch import rrefs
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.exceptions import RemoteFailure
@@ -145,7 +146,7 @@ async def test_a_lost_peer_ends_what_waits_in_both_directions() -> None:
         losses: list[Exception] = []
         error = WorkerLost("far", "for this test")
         ends.far.membership.lose("near", WorkerLost("near", "for this test"))
-        ends.near.membership.on_loss = losses.append
+        ends.near.membership.report_losses(losses.append)
         ends.near.membership.report(ends.near.members.peers["far"], Event.FAILURE, error)
         ends.near.membership.lose("far", WorkerLost("far", "its connection has ended"))
         with pytest.raises(WorkerLost, match="for this test"):
@@ -332,6 +333,58 @@ async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
     found = [await first, *[each async for each in reading]]
     assert [each.kind for each in found] == ["joined", "left", "joined", "left"]
     await node.server.close(SOON)
+
+
+async def test_a_lost_peer_that_attaches_again(entered: list[Node]) -> None:
+    """It is alive, whoever waits for it goes on, and its RRefs may be sent again."""
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    peer, me = node.members.peers["near"], Worker._of(node)
+    node.membership.on_attached("near")
+    node.membership.on_detached("near")
+    node.membership.lose("near", WorkerLost("near", "for this test"))
+    with pytest.raises(ReferenceError, match="lost or has left"):
+        rrefs._check_owner(peer.number)
+    waiting = asyncio.ensure_future(me.wait_for("near"))
+    await asyncio.sleep(0)
+    node.membership.on_attached("near")
+    await waiting
+    rrefs._check_owner(peer.number)
+    await node.server.close(SOON)
+
+
+async def test_what_a_worker_that_leaves_the_group_learns(
+    entered: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections end with the reason: it has left, and was not replaced."""
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    told: list[str] = []
+    monkeypatch.setattr(node.server, "end_process", lambda _, text: told.append(text))
+    node._on_left_group(WorkerInfo("near", 0))
+    assert told == ["worker 'near' has left its world: it has left torch's group (rpc.shutdown)"]
+    await node.server.close(SOON)
+
+
+async def test_a_loss_that_is_known_before_the_block_begins() -> None:
+    """It ends the block all the same."""
+    async with two_ends() as ends:
+        error, losses = WorkerLost("far", "its block raised"), list[Exception]()
+        ends.near.membership.report(ends.near.members.peers["far"], Event.FAILURE, error)
+        ends.near.membership.report_losses(losses.append)
+        assert losses == [error]
+
+
+async def test_waits_are_looked_at_when_a_state_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not at each ping and answer, of which a coordinator has many."""
+    async with two_ends() as ends:
+        looks: list[int] = []
+        monkeypatch.setattr(ends.near.departures, "settle", lambda: looks.append(1))
+        monkeypatch.setattr(ends.near.membership, "_ping", lambda _: None)
+        peer = ends.near.members.peers["far"]
+        for event in (Event.CUT, Event.ANSWER, Event.CUT, Event.LOSS, Event.LOSS):
+            ends.near.membership.report(peer, event, WorkerLost("far", "for this test"))
+        assert looks == [1]
 
 
 async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:

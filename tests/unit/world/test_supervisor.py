@@ -166,6 +166,30 @@ async def test_a_child_that_is_killed_as_it_joins(
     assert not asyncio.get_running_loop().remove_reader(descriptor)
 
 
+async def test_a_former_process_that_ends_late() -> None:
+    """It was frozen; another one has its name, and is not lost with it."""
+    processes = [Process(), Process()]
+    made = iter(processes)
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config, config], None, (), 0, ProcessOptions())
+    supervisor._make_process = lambda *of: next(made).made(*of)
+    for _ in processes:
+        supervisor._start(config)
+    told: list[str] = []
+    membership: Any = SimpleNamespace(
+        failure_of=lambda _: None, lose=lambda *_: told.append("lost"), give_up=told.append
+    )
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
+    supervisor.watch_children(me)
+    former, latter = supervisor._children
+    former.ended.set_result(WorkerLost("b", "its process was killed by SIGKILL"))
+    await asyncio.sleep(0)
+    assert told == []
+    assert supervisor.failures == []
+    assert latter in supervisor._children
+    await supervisor._close(0.0)
+
+
 async def test_two_children_of_one_name() -> None:
     """The second one is refused: when the first one joins, it would be taken for joined too."""
     process, joined = Process(), asyncio.Event()
