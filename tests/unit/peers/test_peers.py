@@ -76,6 +76,9 @@ def test_a_loss_ends_the_wait_for_a_ping() -> None:
     found.apply(peer, Event.LOSS, error("no answer"))
     assert not peer.is_probed
     assert peer.is_lost
+    found.apply(peer, Event.CUT)
+    found.apply(peer, Event.LOSS, error("no answer, again"))
+    assert not peer.is_probed
 
 
 @pytest.mark.parametrize("state", State)
