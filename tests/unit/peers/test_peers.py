@@ -15,7 +15,6 @@ from aiorpc_torch._peers import peers as peers_module
 from aiorpc_torch._peers.changes import Change
 from aiorpc_torch._peers.peers import RULES, Duty, Effect, Event, Peer, Peers, State, reason_of
 from aiorpc_torch._torch.agent import PeerInfo
-from tests.support.peer_table import PAGE, page
 
 LATE = PeerInfo("p", 1, 1, "")  # not there from the start
 
@@ -259,11 +258,6 @@ def test_every_state_has_a_rule_or_nothing_follows() -> None:
             assert isinstance(after, State)
             assert not {*what} & {Duty.END, Duty.FORGET}
     assert RULES.keys() == {*Event}
-
-
-def test_the_page_has_the_table() -> None:
-    """`python -m tests.support.peer_table` writes it."""
-    assert PAGE.read_text() == page()
 
 
 # ── all reporters at once ─────────────────────────────────────────────────────────────────────────
