@@ -199,7 +199,7 @@ class Peers:
         self.name = name
         self.workers: dict[str | int, Peer] = {}
         self.peers: dict[str, Peer] = {}
-        self._is_attached = is_attached
+        self.is_attached = is_attached
         self._gone: deque[Peer] = deque()
         self._last_check = float("-inf")
         for member in members:
@@ -266,7 +266,7 @@ class Peers:
         peer = Peer(member, is_first=is_first)
         if (known := self.peers.get(member.name)) is not None:
             peer.told = known.told
-        elif is_known and not self._is_attached:
+        elif is_known and not self.is_attached:
             peer.told = "joined"
         return self._put(peer)
 
@@ -333,7 +333,7 @@ class Peers:
             else:
                 reason = error if duty is Duty.AWAIT_EXIT else peer.error
                 effects.append(Effect(duty, peer, reason))
-        if before is _ALIVE and peer.state is not before and not self._is_attached:
+        if before is _ALIVE and peer.state is not before and not self.is_attached:
             effects += self._let_go(peer)
         return effects
 
@@ -365,7 +365,7 @@ class Peers:
             self._gone.append(peer)
         while len(self._gone) > KEPT_GONE:
             oldest = self._gone.popleft()
-            if self.peers.get(oldest.name) is oldest and (oldest.is_lost or oldest.has_left):
+            if self.peers.get(oldest.name) is oldest and oldest.state is not _ALIVE:
                 self.forget(oldest)
                 yield Effect(Duty.FORGET, oldest)
 

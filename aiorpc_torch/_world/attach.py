@@ -120,7 +120,7 @@ class _Attached:
     """An attached worker, from its entry to its exit."""
 
     def __init__(self, config: NodeConfig, members: Peers) -> None:
-        self.node = Node(members, config, is_attached=True)
+        self.node = Node(members, config)
         assert self.node.attachments is not None
         self._attachments = self.node.attachments
         self._tasks: list[asyncio.Task[None]] = []

@@ -58,12 +58,11 @@ class Membership:
     """The membership of one world, on the loop that created it, from `start` to `close`.
 
     Args:
-        peers: the records.
+        peers: the records. In a world that `init_rpc` has started, silence counts on open
+            connections only.
         heartbeat: seconds of silence after which a peer is lost.
         node: this worker, with its connections.
         children: tell how peers have ended that are child processes.
-        is_attached: whether `init_rpc` has started the world. Silence then counts on open
-            connections only.
     """
 
     def __init__(
@@ -72,8 +71,6 @@ class Membership:
         heartbeat: float,
         node: "Node",
         children: Children | None = None,
-        *,
-        is_attached: bool = False,
     ) -> None:
         self.log = ChangeLog()
         self.agent: Agent | None = None
@@ -82,7 +79,6 @@ class Membership:
         self._heartbeat = heartbeat
         self._node = node
         self._children = children
-        self._is_attached = is_attached
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_open = True
@@ -143,7 +139,9 @@ class Membership:
             self._node.on_detached(name, text)
         elif peer is not None and what == "failed":
             self.report(peer, Event.FAILURE, error_of_close(name, "failed", text))
-        elif peer is not None and (what == "left" or (what == "retires" and not self._is_attached)):
+        elif peer is not None and (
+            what == "left" or (what == "retires" and not self._peers.is_attached)
+        ):
             self.report(peer, Event.LEAVE)
 
     # ── reports, on the loop ────────────────────────────────────────────────────────────────────
@@ -232,7 +230,7 @@ class Membership:
                 self._ping(peer)
             case Duty.AWAIT_EXIT if error is not None:
                 self._start(self._await_exit(peer, error))
-            case Duty.SEE_OFF if not self._is_attached:
+            case Duty.SEE_OFF if not self._peers.is_attached:
                 self._start(self._see_off(peer))
             case Duty.END if error is not None:
                 self._end(peer, error)
@@ -247,7 +245,8 @@ class Membership:
             self._node.registry.on_change(change.name)
 
     def _note_reachable(self, peer: Peer) -> None:
-        if peer.is_lost or peer.has_left or self._peers.peers.get(peer.name) is not peer:
+        is_replaced = self._peers.peers.get(peer.name) is not peer
+        if is_replaced or peer.state is not State.ALIVE:
             rrefs.note_gone(peer.number, peer.name)
         else:
             rrefs.note_back(peer.number)
@@ -313,7 +312,7 @@ class Membership:
 
     def _check(self) -> None:
         awaited = self._node.awaited()
-        if self._is_attached:
+        if self._peers.is_attached:
             awaited &= self._node.linked()
         now = time.monotonic()
         silent, lost = self._peers.check_silence(now, self._heartbeat, awaited)
@@ -363,7 +362,7 @@ class Membership:
         peer = self._peers.peers.get(name)
         if peer is None:
             return 0  # this worker
-        if peer.is_lost or peer.has_told:
+        if peer.state is not State.ALIVE:
             return None
         return PROBED_LOAD if peer.is_probed else 0
 

@@ -44,11 +44,11 @@ class Node:
     holds what peers send by torch RPC.
 
     Args:
-        members: the workers of the world; `worker` learns them once torch's RPC has started.
+        members: the workers of the world; `worker` learns them once torch's RPC has started. There
+            is no coordinator if `init_rpc` has started it.
         config: the options of this worker.
         children: as for `Membership`.
         introductions: open the connections to peers (default: by torch RPC).
-        is_attached: whether `init_rpc` has started the world. There is no coordinator then.
     """
 
     def __init__(
@@ -57,24 +57,20 @@ class Node:
         config: NodeConfig,
         children: Children | None = None,
         introductions: Introductions | None = None,
-        *,
-        is_attached: bool = False,
     ) -> None:
         self.members = members
         self.attachments: Attachments | None = None
-        if is_attached:
+        if members.is_attached:
             self.attachments = Attachments(
                 members, config.start_timeout, self._on_attached, self._on_detached
             )
-        self.membership = Membership(
-            members, config.heartbeat, self, children, is_attached=is_attached
-        )
+        self.membership = Membership(members, config.heartbeat, self, children)
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
         self.server = Server(members, self.membership, config.threads, exports)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
         self.departures = Departures(
-            members, self.pool, self.linked, self._told, self._probe, not is_attached
+            members, self.pool, self.linked, self._told, self._probe, not members.is_attached
         )
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""

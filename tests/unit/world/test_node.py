@@ -315,7 +315,7 @@ async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
     """By their epochs: a late message changes nothing."""
-    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     assert node.attachments is not None
     reading = Worker._of(node).changes()
     first = asyncio.ensure_future(anext(reading))
@@ -337,7 +337,7 @@ async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
 
 async def test_a_lost_peer_that_attaches_again(entered: list[Node]) -> None:
     """It is alive, whoever waits for it goes on, and its RRefs may be sent again."""
-    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     peer, me = node.members.peers["near"], Worker._of(node)
     node.membership.on_attached("near")
     node.membership.on_detached("near")
@@ -356,7 +356,7 @@ async def test_what_a_worker_that_leaves_the_group_learns(
     entered: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections end with the reason: it has left, and was not replaced."""
-    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     told: list[str] = []
     monkeypatch.setattr(node.server, "end_process", lambda _, text: told.append(text))
     node._on_left_group(WorkerInfo("near", 0))
@@ -389,7 +389,7 @@ async def test_waits_are_looked_at_when_a_state_has_changed(
 
 async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
     """A peer that attaches meanwhile hears that it has not, and learns later that it has."""
-    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     entered.append(node)
     assert node.attachments is not None
     state = PeerState()
@@ -417,7 +417,7 @@ async def test_a_device_map_for_a_worker_that_enters_later(
     """Tensors on its devices may be sent there, and results may come back."""
     devices = {"cuda:0": "cuda:1"}
     monkeypatch.setattr(node_module, "device_map_for", lambda info: devices)
-    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig(), is_attached=True)
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     node._on_entered_group(WorkerInfo("late", 2))
     assert node.members.device_maps()["far"] == {"late": devices}
     assert node.pool._sendable_devices["late"] == {torch.device("cuda:0")}
