@@ -32,6 +32,15 @@ class State(enum.Enum):
     ENDED = "one that has left, and does not answer any more"
 
 
+class Attachment(enum.Enum):
+    """Whether a worker of a world that `init_rpc` has started serves, as it has told."""
+
+    UNKNOWN = "it has not answered yet"
+    ATTACHED = "it serves"
+    DETACHED = "it does not serve: it has not attached yet, or has left"
+    REFUSED = "it does not answer, or has another version, or none, of this package"
+
+
 class Event(enum.Enum):
     """A report of a process: by anybody, in any order, late or twice."""
 
@@ -44,6 +53,10 @@ class Event(enum.Enum):
     LEAVE = "it tells that its block has ended in order"
     ABANDON = "no process is started in its place"
     ENTRY = "it has entered the world"
+    ATTACH = "it tells that it has attached to a world of `init_rpc`"
+    DETACH = "it tells that it is not attached to that world"
+    REFUSE = "it cannot attach, or does not answer whether it has"
+    LEAVE_GROUP = "it has left the group of torch's RPC"
 
 
 class Duty(enum.Enum):
@@ -60,7 +73,7 @@ class Duty(enum.Enum):
 
 
 _ALIVE, _LOST, _ABANDONED, _FAILED, _LEFT, _ENDED = State
-_TELL, _FAIL, _REPORT = Duty.TELL, Duty.FAIL, Duty.REPORT
+_TELL, _FAIL, _REPORT, _END = Duty.TELL, Duty.FAIL, Duty.REPORT, Duty.END
 
 RULES: Mapping[Event, Mapping[State, tuple[State, Collection[Duty]]]] = {
     Event.MESSAGE: {_LOST: (_ALIVE, [_TELL])},
@@ -96,10 +109,18 @@ RULES: Mapping[Event, Mapping[State, tuple[State, Collection[Duty]]]] = {
         _LEFT: (_ENDED, []),
     },
     Event.ENTRY: {_ALIVE: (_ALIVE, [_TELL]), _LOST: (_ALIVE, [_TELL])},
+    Event.ATTACH: {_ALIVE: (_ALIVE, [_TELL]), _LOST: (_ALIVE, [_TELL])},
+    Event.DETACH: {_ALIVE: (_ALIVE, [_TELL]), _LOST: (_LOST, [_TELL])},
+    Event.REFUSE: {},
+    Event.LEAVE_GROUP: {
+        **{state: (_ENDED, [_TELL, _FAIL, _END]) for state in State},
+        _FAILED: (_FAILED, [_FAIL, _END]),
+    },
 }
 """The next state and the duties. Where there is no rule, nothing follows."""
 
-_ENDS_PROBE = {Event.ANSWER, Event.LOSS, Event.FAILURE, Event.ENTRY}
+_ENDS_PROBE = {Event.ANSWER, Event.LOSS, Event.FAILURE, Event.ENTRY, Event.ATTACH}
+_OF_ATTACHMENT = {Event.ATTACH, Event.DETACH, Event.REFUSE}
 
 
 class Peer:
@@ -118,12 +139,16 @@ class Peer:
         is_pinged: whether a ping by torch is under way.
         is_exiting: whether calls wait for its exit code: a loss has to follow.
         last_heard: time of its last message, which connections write in any thread.
+        attachment: whether it serves, in a world that `init_rpc` has started.
+        epoch: how many times it has attached.
+        refusal: the error of calls to it while it is REFUSED.
     """
 
     __slots__ = (
-        *("error", "failure", "final", "is_exiting", "is_first", "is_pinged", "is_probed"),
-        *("last_heard", "member", "name", "number", "rank", "silent_since", "state", "told"),
-        "watched_since",
+        *("attachment", "epoch", "error", "failure", "final", "is_exiting", "is_first"),
+        *("is_pinged", "is_probed", "last_heard", "member", "name", "number", "rank", "refusal"),
+        *("silent_since", "state", "told", "watched_since"),
+        "_has_detached",
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
@@ -139,6 +164,10 @@ class Peer:
         self.last_heard = float("-inf")
         self.watched_since: float | None = None  # time from which its silence counts
         self.silent_since: float | None = None  # time of a ping that is not answered
+        self.attachment = Attachment.UNKNOWN
+        self.epoch = 0
+        self._has_detached = True  # in this epoch
+        self.refusal: RpcError | None = None
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {self.number}: {self.state.name}>"
@@ -155,13 +184,36 @@ class Peer:
 
     @property
     def has_told(self) -> bool:
-        """True if it has told of its end itself."""
-        return self.has_left or self.failure is not None
+        """True if it has told of its end itself, or cannot attach."""
+        has_detached = self.attachment is Attachment.DETACHED and self.epoch > 0
+        is_refused = self.attachment is Attachment.REFUSED
+        return self.has_left or self.failure is not None or has_detached or is_refused
+
+    @property
+    def has_answered(self) -> bool:
+        """True if it has told whether it is attached."""
+        return self.attachment is Attachment.ATTACHED or self.attachment is Attachment.DETACHED
 
     @property
     def is_here(self) -> bool:
         """True if readers of changes know it as a member: it has entered and not left."""
         return self.told is not None and self.told != "left"
+
+    def attach(self, event: Event, epoch: int, error: RpcError | None) -> bool:
+        """Note what is reported of its attachment; return False if that is late, or repeated.
+
+        In each epoch a process attaches, then leaves.
+        """
+        if self.has_left:
+            return False
+        if event is Event.REFUSE:
+            self.attachment, self.refusal = Attachment.REFUSED, error
+            return True
+        told, known = (epoch, event is Event.DETACH), (self.epoch, self._has_detached)
+        self.epoch, self._has_detached = max(told, known)
+        self.attachment = Attachment.DETACHED if self._has_detached else Attachment.ATTACHED
+        self.refusal = None
+        return told > known
 
 
 class Effect(NamedTuple):
@@ -184,8 +236,8 @@ class Peers:
     Args:
         name: this worker.
         members: the workers that are there from the start.
-        is_attached: whether `init_rpc` has started the world. Then workers attach and leave it, as
-            `tell` hears, without a change of their state.
+        is_attached: whether `init_rpc` has started the world. Then workers attach and detach,
+            without a change of their state.
 
     Attributes:
         name: this worker.
@@ -232,6 +284,13 @@ class Peers:
         """
         found = self.peers.get(name)
         return found is not None and found.is_here
+
+    def present(self) -> tuple[str, ...]:
+        """Return the peers that have not left, in rank order. In any thread."""
+        every = sorted([*self.peers.values()], key=lambda peer: peer.rank)
+        return tuple(
+            each.name for each in every if (not each.has_left if self.is_attached else each.is_here)
+        )
 
     def check(self, caller: Party) -> None:
         """Check that a caller is a current worker.
@@ -299,14 +358,19 @@ class Peers:
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
-    def apply(self, peer: Peer, event: Event, error: RpcError | None = None) -> list[Effect]:
+    def apply(
+        self, peer: Peer, event: Event, error: RpcError | None = None, epoch: int = 0
+    ) -> list[Effect]:
         """Change the state of a peer; return what has to be done.
 
         Args:
             peer: its record; nothing follows for a process that was replaced, or for this one.
-            error: the reason of CUT, EXIT, LOSS, FAILURE and ABANDON.
+            error: the reason of CUT, EXIT, LOSS, FAILURE, ABANDON, REFUSE and LEAVE_GROUP.
+            epoch: how many times it has attached, for ATTACH and DETACH.
         """
         if self.peers.get(peer.name) is not peer:
+            return []
+        if event in _OF_ATTACHMENT and not peer.attach(event, epoch, error):
             return []
         before = peer.state
         peer.state, duties = RULES[event].get(before, (before, ()))
@@ -318,13 +382,14 @@ class Peers:
             peer.is_probed = True
         elif event in _ENDS_PROBE or peer.state is not before:
             peer.is_probed = False
+        has_reason = peer.failure is not None or peer.final is not None
         if peer.state is State.ALIVE:
             peer.error = None
         elif event is Event.FAILURE and before is not peer.state:
             peer.error = peer.failure = error
         elif event is Event.ABANDON:
             peer.final, peer.error = error, peer.error or error
-        elif event is Event.LOSS and peer.failure is peer.final is None:
+        elif event is Event.LEAVE_GROUP or (event is Event.LOSS and not has_reason):
             peer.error = error
         effects: list[Effect] = []
         for duty in duties:
@@ -333,13 +398,10 @@ class Peers:
             else:
                 reason = error if duty is Duty.AWAIT_EXIT else peer.error
                 effects.append(Effect(duty, peer, reason))
-        if before is _ALIVE and peer.state is not before and not self.is_attached:
+        has_gone = before is _ALIVE and peer.state is not before and not self.is_attached
+        if has_gone or event is Event.LEAVE_GROUP:
             effects += self._let_go(peer)
         return effects
-
-    def tell(self, peer: Peer, kind: Kind) -> list[Effect]:
-        """Tell that a peer attaches to a world of torch, or leaves it; its state stays."""
-        return self._tell(peer, kind, None)
 
     def _tell(self, peer: Peer, kind: Kind, error: RpcError | None) -> list[Effect]:
         """Tell the readers of a change, if it follows from the last one of this worker."""
@@ -348,12 +410,6 @@ class Peers:
         peer.told = kind
         reason = reason_of(error) if kind == "lost" and error is not None else ""
         return [Effect(Duty.TELL, peer, None, Change(kind, peer.name, peer.rank, reason))]
-
-    def dismiss(self, peer: Peer, error: RpcError) -> list[Effect]:
-        """Let a peer go that has left the group of torch's RPC: calls to it fail with `error`."""
-        effects = self.apply(peer, Event.LEAVE)
-        more = [Effect(duty, peer, error) for duty in (Duty.FAIL, Duty.END)]
-        return [*effects, *more, *self._let_go(peer)]
 
     def _let_go(self, peer: Peer) -> Iterator[Effect]:
         """Forget, but for the last ones, the members that came later and are gone.
@@ -405,9 +461,11 @@ class Peers:
 
 def _kind(peer: Peer, event: Event) -> Kind:
     """Return the change that an event is for the readers, if it is one."""
+    if peer.has_left or event is Event.DETACH:
+        return "left"
     if peer.state is not State.ALIVE:
-        return "left" if peer.has_left else "lost"
-    has_joined = event is Event.ENTRY and peer.told != "lost"
+        return "lost"
+    has_joined = event is Event.ATTACH or (event is Event.ENTRY and peer.told != "lost")
     return "joined" if has_joined else "returned"
 
 

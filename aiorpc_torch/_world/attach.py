@@ -141,7 +141,7 @@ class _Attached:
         while self._attachments.has_agent():  # noqa: ASYNC110 - torch tells nobody of its end
             await asyncio.sleep(AGENT_POLL)
         log.info("%s: torch's RPC has ended", self.node.members.name)
-        self._attachments.wake()
+        self._attachments.end()
         self.node.pool.refuse(AGENT_ENDED)
         await self._close()
 

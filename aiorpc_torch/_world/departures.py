@@ -82,8 +82,6 @@ class Departures:
     pool: ConnectionPool
     linked: Callable[[], set[str]]
     """Returns the peers with an open connection."""
-    told: Callable[[], Mapping[str, str]]
-    """Returns the leave messages of peers: "" or a failure."""
     probe: Callable[[str], None]
     """Asks whether a peer lives."""
     has_coordinator: bool
@@ -109,7 +107,7 @@ class Departures:
 
     def left(self) -> set[str]:
         """Return the peers that have left, as far as this worker knows."""
-        return (self._left_in_order() | self.told().keys()) - {self.members.name}
+        return (self._left_in_order() | self.members.told().keys()) - {self.members.name}
 
     def _left_in_order(self) -> set[str]:
         return self._table.left() | self._left_there_now()
@@ -119,7 +117,7 @@ class Departures:
         return {name for name, process in self._left_there if number_of(name) == process}
 
     def _gone(self) -> set[str]:
-        return self.members.lost().keys() | self.told().keys()
+        return self.members.lost().keys() | self.members.told().keys()
 
     def _not_awaited(self) -> set[str]:
         """Return the peers for which no wait waits, whatever they have told this worker."""
@@ -135,11 +133,11 @@ class Departures:
         """Return whether a peer's block has ended in order, as far as this worker can know."""
         if peer not in self.left():
             await self.refresh()
-        return peer in self._left_in_order() or self.told().get(peer) == ""
+        return peer in self._left_in_order() or self.members.told().get(peer) == ""
 
     async def failure_of(self, peer: str) -> str:
         """Return in one line why a peer has ended, "" if it has left in order or is alive."""
-        reason = self.told().get(peer, "").partition("\n")[0] or self.lost().get(peer, "")
+        reason = self.members.told().get(peer, "").partition("\n")[0] or self.lost().get(peer, "")
         return "" if reason and await self.has_left_in_order(peer) else reason
 
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────

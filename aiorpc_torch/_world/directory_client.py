@@ -387,7 +387,7 @@ class DirectoryClient:
             elif known.is_lost:
                 node.membership.probe(each.name)
         listed = {each.name for each in members}.union(entering)
-        for peer in node.peers():
+        for peer in node.members.present():
             if peer not in listed:
                 number = node.members.peers[peer].number
                 node.membership.on_leave_message(peer, number, "left", "")

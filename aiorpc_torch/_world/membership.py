@@ -41,6 +41,7 @@ log = logging.getLogger("aiorpc_torch")
 
 # Seconds between pings of a process that leaves: it may serve others for long.
 _SEE_OFF_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[10.0] * 60)
+_SIGNS_OF_LIFE = {Event.ANSWER, Event.ENTRY, Event.ATTACH}
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
 
 
@@ -135,8 +136,8 @@ class Membership:
 
     def _on_leave_message(self, name: str, number: int, what: str, text: str) -> None:
         peer = self._peers.get(name, number)
-        if what == "detached":
-            self._node.on_detached(name, text)
+        if peer is not None and what == "detached" and text.isdecimal():
+            self.report(peer, Event.DETACH, epoch=int(text))
         elif peer is not None and what == "failed":
             self.report(peer, Event.FAILURE, error_of_close(name, "failed", text))
         elif peer is not None and (
@@ -146,19 +147,27 @@ class Membership:
 
     # ── reports, on the loop ────────────────────────────────────────────────────────────────────
 
-    def report(self, peer: Peer | None, event: Event, error: RpcError | None = None) -> None:
+    def report(
+        self, peer: Peer | None, event: Event, error: RpcError | None = None, *, epoch: int = 0
+    ) -> None:
         """Hear an event of a process, and do what follows."""
-        if peer is None or not self._is_open or isinstance(error, NotInWorld):
+        if peer is None or not self._is_open:
+            return
+        if isinstance(error, NotInWorld) and event is not Event.REFUSE:
             return  # torch's RPC has ended here
+        if event in _SIGNS_OF_LIFE:
+            peer.last_heard = time.monotonic()
         before = peer.state
-        effects = self._peers.apply(peer, event, error)
+        effects = self._peers.apply(peer, event, error, epoch)
         if peer.state is not before:
             self._note_reachable(peer)
         self._do(effects, is_changed=peer.state is not before)
 
     def probe(self, name: str) -> None:
-        """Ping a peer; if the ping fails, the peer is lost."""
-        self.report(self._peers.peers.get(name), Event.CUT)
+        """Ping a peer; if the ping fails, the peer is lost. One that never answered may attach."""
+        peer = self._peers.peers.get(name)
+        if peer is not None and (peer.has_answered or not self._peers.is_attached):
+            self.report(peer, Event.CUT)
 
     def lose(self, name: str, error: RpcError) -> None:
         """Note that a peer is lost."""
@@ -183,27 +192,7 @@ class Membership:
 
     def announce(self, name: str) -> None:
         """Note that a process has entered."""
-        if (peer := self._peers.peers.get(name)) is not None:
-            peer.last_heard = time.monotonic()
-            self.report(peer, Event.ENTRY)
-
-    def on_attached(self, name: str) -> None:
-        """Tell that a peer has attached to a world of torch."""
-        if (peer := self._peers.peers.get(name)) is not None:
-            peer.last_heard = time.monotonic()
-            self._do(self._peers.tell(peer, "joined"))
-            self.report(peer, Event.MESSAGE)
-
-    def on_detached(self, name: str) -> None:
-        """Tell that a peer has left such a world."""
-        if (peer := self._peers.peers.get(name)) is not None:
-            self._do(self._peers.tell(peer, "left"))
-
-    def dismiss(self, peer: Peer, error: RpcError) -> None:
-        """End what waits for a peer that has left the group of torch's RPC."""
-        effects = self._peers.dismiss(peer, error)
-        self._note_reachable(peer)
-        self._do(effects)
+        self.report(self._peers.peers.get(name), Event.ENTRY)
 
     # ── duties ──────────────────────────────────────────────────────────────────────────────────
 
@@ -261,8 +250,6 @@ class Membership:
         self._node.end_process(peer.name, WorkerLeft(peer.name), left_text(peer.name))
         if self.agent is not None:
             self.agent.retire_peer(peer.member)
-        if self._node.attachments is not None:
-            self._node.attachments.forget(peer.name)
 
     def report_losses(self, on_loss: Callable[[RpcError], None]) -> None:
         """Call `on_loss` for each peer that is lost, now or later."""
@@ -342,7 +329,6 @@ class Membership:
         except BaseException as exc:  # the peer chooses the class
             self.on_unreachable(peer, exc)
         else:
-            peer.last_heard = time.monotonic()
             self.report(peer, Event.ANSWER)
 
     def on_unreachable(self, peer: Peer, exc: BaseException) -> None:
@@ -402,6 +388,17 @@ class Membership:
                 return
             await self._changed.wait()
         raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
+
+    async def wait_for_change(self) -> None:
+        """Wait for the next report of any peer. On this loop.
+
+        Raises:
+            NotInWorld: once this worker leaves its world.
+        """
+        if self._is_open:
+            await self._changed.wait()
+        if not self._is_open:
+            raise NotInWorld("this worker leaves its world")
 
     # ── changes ─────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
-from .._peers.peers import Peers, reason_of
+from .._peers.peers import Event, Peers, reason_of
 from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._server.exports import ExportPolicy
@@ -59,18 +59,18 @@ class Node:
         introductions: Introductions | None = None,
     ) -> None:
         self.members = members
+        self.membership = Membership(members, config.heartbeat, self, children)
         self.attachments: Attachments | None = None
         if members.is_attached:
             self.attachments = Attachments(
-                members, config.start_timeout, self._on_attached, self._on_detached
+                members, self.membership, config.start_timeout, self._use_map_of
             )
-        self.membership = Membership(members, config.heartbeat, self, children)
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
         self.server = Server(members, self.membership, config.threads, exports)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
         self.departures = Departures(
-            members, self.pool, self.linked, self._told, self._probe, not members.is_attached
+            members, self.pool, self.linked, self.membership.probe, not members.is_attached
         )
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""
@@ -97,8 +97,6 @@ class Node:
         """
         for worker in workers:
             self.members.admit(worker, is_first=True, is_known=True)
-            if self.attachments is not None:
-                self.attachments.admit(worker.name)
         if self.attachments is not None:
             self.use_device_maps()
         self.membership.agent = agent
@@ -167,11 +165,6 @@ class Node:
         self.pool.on_peer_lost(peer, error)
         self.server.sessions.cancel_calls_of(peer, reason_of(error))
 
-    def on_detached(self, peer: str, text: str) -> None:
-        """Note that a peer has closed a connection as it left torch's world to others."""
-        if self.attachments is not None:
-            self.attachments.on_close(peer, text)
-
     def end_process(self, peer: str, error: RpcError, text: str) -> None:
         """End the connections to a process with `error`, and those from it, which learns `text`."""
         self.pool.end_process(peer, error)
@@ -193,12 +186,6 @@ class Node:
             if host := host_for((member,), self.members.workers[self.members.name].member):
                 self.server.listen_at(host)
 
-    def peers(self) -> tuple[str, ...]:
-        """Return the peers that have not left, in rank order. In any thread."""
-        is_here = self.members.is_here if self.attachments is None else self.attachments.has
-        peers = sorted([*self.members.peers.values()], key=lambda peer: peer.rank)
-        return tuple(peer.name for peer in peers if is_here(peer.name))
-
     # ── attached peers ──────────────────────────────────────────────────────────────────────────
 
     def _on_entered_group(self, worker: WorkerInfo) -> None:
@@ -207,25 +194,19 @@ class Node:
         assert self.attachments is not None
         self.members.admit(adopted_peer(worker))
         self.membership.wake()
-        self.attachments.welcome(worker.name)
+        self.attachments.ask_soon(worker.name)
         if device_map := device_map_for(worker):
             self._use_device_map(self.members.name, worker.name, device_map)
 
     def _on_left_group(self, worker: WorkerInfo) -> None:
         """End what waits for a peer that has left torch's group."""
-        assert self.attachments is not None
-        if (peer := self.members.get(worker.name, worker.id)) is not None:
-            self.attachments.dismiss(worker.name)
-            self.membership.dismiss(peer, WorkerLeft(worker.name, LEFT_GROUP))
+        peer, error = self.members.get(worker.name, worker.id), WorkerLeft(worker.name, LEFT_GROUP)
+        self.membership.report(peer, Event.LEAVE_GROUP, error)
 
-    def _on_detached(self, peer: str) -> None:
-        self.membership.on_detached(peer)
-
-    def _on_attached(self, peer: str, device_map: Mapping[str, str]) -> None:
-        self.membership.on_attached(peer)
-        if device_map:
-            self._use_device_map(peer, self.members.name, device_map)
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+    def _use_map_of(self, peer: str, device_map: Mapping[str, str]) -> None:
+        """Use the map from the devices of a peer, which has attached, to those of this worker."""
+        self._use_device_map(peer, self.members.name, device_map)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def _use_device_map(self, worker: str, peer: str, device_map: Mapping[str, str]) -> None:
         """Use the map from the devices of one member to those of another."""
@@ -239,11 +220,3 @@ class Node:
         routes = DeviceRoutes.for_worker(self.members.name, self.members.device_maps())
         self.pool.set_device_routes(routes)
         self.server.set_device_routes(routes)
-
-    def _told(self) -> Mapping[str, str]:
-        return self.members.told() if self.attachments is None else self.attachments.left()
-
-    def _probe(self, peer: str) -> None:
-        """Ping a peer, unless it has never answered."""
-        if self.attachments is None or self.attachments.has_answered(peer):
-            self.membership.probe(peer)

@@ -70,7 +70,7 @@ class Worker:
 
         Lost workers are among them, and workers that have left are not.
         """
-        return self._node.peers()
+        return self._node.members.present()
 
     @property
     def world_size(self) -> int:

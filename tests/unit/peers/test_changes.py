@@ -4,10 +4,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._peers.changes import Change, ChangeLog, Entry, Kind
-from aiorpc_torch._peers.peers import Peers
+from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch.errors import WorkerLost
 
 PRESENT = {"joined", "returned", "lost"}
+
+EVENTS: dict[Kind, Event] = {
+    "joined": Event.ENTRY,
+    "left": Event.LEAVE,
+    "lost": Event.LOSS,
+    "returned": Event.MESSAGE,
+}
 
 kinds: st.SearchStrategy[Kind] = st.sampled_from(["joined", "left", "lost", "returned"])
 told = st.lists(st.tuples(kinds, st.sampled_from("abc")))
@@ -31,9 +39,14 @@ class Told:
             self.peers.admit(PeerInfo(name, 2, 2, ""))
 
     def tell(self, kind: Kind, name: str) -> list[Change]:
-        """Tell of a change; return what is logged."""
-        found = [each.change for each in self.peers.tell(self.peers.peers[name], kind)]
-        logged = [each for each in found if each is not None]
+        """Report what makes a change; return what is logged."""
+        peer = self.peers.peers[name]
+        effects = []
+        if kind == "joined" and peer.has_left:
+            effects = self.peers.replace(PeerInfo(name, peer.rank, peer.number + 10, ""))
+        peer, reason = self.peers.peers[name], WorkerLost(name, "for this test")
+        effects += self.peers.apply(peer, EVENTS[kind], reason)
+        logged = [each.change for each in effects if each.change is not None]
         for each in logged:
             self.log.record(each)
         return logged

@@ -10,7 +10,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotInWorld, WorkerLeft, WorkerLost, call
 from aiorpc_torch._peers import peers as peers_module
-from aiorpc_torch._peers.peers import Event, Peers
+from aiorpc_torch._peers.peers import Attachment, Event, Peers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._torch import rrefs
 from aiorpc_torch._torch.agent import PeerInfo
@@ -19,7 +19,6 @@ from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import node as node_module
-from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
 from aiorpc_torch.types import Change, Worker
@@ -310,21 +309,21 @@ async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None
         other = PeerInfo("other", 4, 4, "")
         enter(node, other)
         node.membership.on_leave_message("other", 4, "left", "")
-        assert "guest" in node.peers()
+        assert "guest" in node.members.present()
 
 
 async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
     """By their epochs: a late message changes nothing."""
     node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     assert node.attachments is not None
-    reading = Worker._of(node).changes()
+    peer, reading = node.members.peers["near"], Worker._of(node).changes()
     first = asyncio.ensure_future(anext(reading))
     await asyncio.sleep(0)
 
     def tell(epoch: int, is_attached: bool) -> None:
         assert node.attachments is not None
         message = endpoints.attach_message_of(Party("near", 0), epoch, is_attached)
-        node.attachments._record("near", endpoints.read_attach_message(message))
+        node.attachments._record(peer, endpoints.read_attach_message(message))
 
     for epoch, is_attached in ((1, True), (1, True), (1, False), (1, True), (2, True)):
         tell(epoch, is_attached)
@@ -339,14 +338,14 @@ async def test_a_lost_peer_that_attaches_again(entered: list[Node]) -> None:
     """It is alive, whoever waits for it goes on, and its RRefs may be sent again."""
     node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     peer, me = node.members.peers["near"], Worker._of(node)
-    node.membership.on_attached("near")
-    node.membership.on_detached("near")
+    node.membership.report(peer, Event.ATTACH, epoch=1)
+    node.membership.report(peer, Event.DETACH, epoch=1)
     node.membership.lose("near", WorkerLost("near", "for this test"))
     with pytest.raises(ReferenceError, match="lost or has left"):
         rrefs._check_owner(peer.number)
     waiting = asyncio.ensure_future(me.wait_for("near"))
     await asyncio.sleep(0)
-    node.membership.on_attached("near")
+    node.membership.report(peer, Event.ATTACH, epoch=2)
     await waiting
     rrefs._check_owner(peer.number)
     await node.server.close(SOON)
@@ -392,12 +391,13 @@ async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
     node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     entered.append(node)
     assert node.attachments is not None
-    state = PeerState()
+    asking = Peers("near", WORKERS, is_attached=True)
+    state = asking.peers["far"]
 
     def tell(message: Any) -> bool:
         _, _, epoch, is_attached, _ = endpoints.read_attach_message(message)
-        state.record(epoch, is_attached)
-        return state.is_attached
+        asking.apply(state, Event.ATTACH if is_attached else Event.DETACH, epoch=epoch)
+        return state.attachment is Attachment.ATTACHED
 
     assert not tell(endpoints.attach_message(b"").value())
     endpoints.enter(node)
@@ -405,7 +405,7 @@ async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
     assert tell(node.attachments._message("near"))
     node.attachments.close()
     assert not tell(endpoints.attach_message(b"").value())
-    assert state.has_left
+    assert state.has_told
     endpoints.leave(node)
     assert not tell(endpoints.attach_message(b"").value())
     await node.server.close(SOON)
@@ -421,7 +421,7 @@ async def test_a_device_map_for_a_worker_that_enters_later(
     node._on_entered_group(WorkerInfo("late", 2))
     assert node.members.device_maps()["far"] == {"late": devices}
     assert node.pool._sendable_devices["late"] == {torch.device("cuda:0")}
-    assert node.peers() == ("near", "late")
+    assert node.members.present() == ("near", "late")
     assert node.attachments is not None
     node.attachments.close()
     await node.server.close(SOON)
