@@ -161,7 +161,7 @@ class Member:
         assert self._me is not None
         departures = self._me._node.departures
         for peer in ("main", "b"):
-            while not await departures.has_left_in_order(peer):  # noqa: ASYNC110  there is no event
+            while not await departures.is_done(peer):  # noqa: ASYNC110  there is no event
                 await asyncio.sleep(0.01)
 
 

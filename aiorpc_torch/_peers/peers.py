@@ -41,6 +41,26 @@ class Attachment(enum.Enum):
     REFUSED = "it does not answer, or has another version, or none, of this package"
 
 
+class Activity(enum.IntEnum):
+    """The last that a worker has reported of its block. A later one implies those before it."""
+
+    ACTIVE = 0
+    """It is inside its block."""
+    SERVING = 1
+    """It waits in `serve()` for all peers."""
+    DONE = 2
+    """Its block has ended in order; it serves until every live peer's has."""
+
+
+class Report(NamedTuple):
+    """A report of one process. Each change of the activity has the next sequence number."""
+
+    process: int
+    """torch's worker id: new for a replacement process, whose activity is ACTIVE."""
+    sequence: int
+    activity: Activity
+
+
 class Event(enum.Enum):
     """A report of a process: by anybody, in any order, late or twice."""
 
@@ -142,13 +162,17 @@ class Peer:
         attachment: whether it serves, in a world that `init_rpc` has started.
         epoch: how many times it has attached.
         refusal: the error of calls to it while it is REFUSED.
+        activity: the last that it has reported of its block.
+        is_done_there: whether its block has ended in order, as the coordinator tells.
+        loss_there: why it is lost for the coordinator, "" if it is not.
+        is_open: whether it answers, as the coordinator, requests later than at once.
     """
 
     __slots__ = (
-        *("attachment", "epoch", "error", "failure", "final", "is_exiting", "is_first"),
-        *("is_pinged", "is_probed", "last_heard", "member", "name", "number", "rank", "refusal"),
-        *("silent_since", "state", "told", "watched_since"),
-        "_has_detached",
+        *("activity", "attachment", "epoch", "error", "failure", "final", "is_done_there"),
+        *("is_exiting", "is_first", "is_open", "is_pinged", "is_probed", "last_heard"),
+        *("loss_there", "member", "name", "number", "rank", "refusal", "silent_since", "state"),
+        *("told", "watched_since", "_has_detached", "_sequence"),
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
@@ -168,6 +192,11 @@ class Peer:
         self.epoch = 0
         self._has_detached = True  # in this epoch
         self.refusal: RpcError | None = None
+        self.activity = Activity.ACTIVE
+        self._sequence = -1  # of the last report
+        self.is_done_there = False
+        self.loss_there = ""
+        self.is_open = True
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {self.number}: {self.state.name}>"
@@ -198,6 +227,31 @@ class Peer:
     def is_here(self) -> bool:
         """True if readers of changes know it as a member: it has entered and not left."""
         return self.told is not None and self.told != "left"
+
+    @property
+    def is_done(self) -> bool:
+        """True if its block has ended in order, as it or the coordinator has told."""
+        return self.activity is Activity.DONE or self.is_done_there
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if waits for all peers are for it, whatever it does: it lives, and has not left."""
+        return not (self.is_lost or self.has_told or self.is_done_there)
+
+    @property
+    def report(self) -> Report:
+        """Return the last report of the process."""
+        return Report(self.number, self._sequence, self.activity)
+
+    def record(self, report: Report) -> None:
+        """Record a report of this process, unless it is late."""
+        if report.sequence > self._sequence:
+            self._sequence, self.activity = report.sequence, report.activity
+
+    def end_serving(self) -> None:
+        """Note that the wait in which it serves is answered: it is active from now on."""
+        if self.activity is Activity.SERVING:
+            self.activity = Activity.ACTIVE
 
     def attach(self, event: Event, epoch: int, error: RpcError | None) -> bool:
         """Note what is reported of its attachment; return False if that is late, or repeated.
@@ -266,6 +320,10 @@ class Peers:
     def names(self) -> list[str]:
         """Return the names of all workers. In any thread."""
         return [key for key in [*self.workers] if isinstance(key, str)]
+
+    def everybody(self) -> list[Peer]:
+        """Return all workers, in the order in which they became known."""
+        return [self.workers[name] for name in self.names()]
 
     def get(self, name: str, number: int) -> Peer | None:
         """Return the record of a worker's process, None if it is not the current one."""

@@ -7,7 +7,7 @@ are awaited; the others watch the coordinator.
 
 Without a coordinator (in a world of `init_rpc`, and after rank 0 has died) the workers ask each
 other, every second. There two rounds of answers must agree: a peer that served with the same report
-in both also did so between them, and so did all others. (`ActivityTable` has the rule and its
+in both also did so between them, and so did all others. (`Waits` has the rule and its
 reason.) A lost peer is not waited for; its replacement process is, as any live one.
 """
 
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 from .._aio.loops import await_on
 from .._aio.waiting import WaitReport
 from .._client.pool import ConnectionPool
-from .._peers.peers import Peers, reason_of
+from .._peers.peers import Activity, Peer, Peers, Report, reason_of
 from .._protocol import endpoints
 from .._torch.agent import is_running
 from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.plain import dump, reader, wire_text
-from .activity import Activity, ActivityTable, Report, Wait
+from .waits import Wait, Waits
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
     """Whether the process answers requests later than at once."""
     report: Report
     missing: Sequence[str]
-    left: Sequence[tuple[str, int]]
+    done: Sequence[tuple[str, int]]
     """Names and processes of workers whose blocks have ended in order."""
     lost: Mapping[str, str]
     """The reasons of the lost workers."""
@@ -89,15 +89,11 @@ class Departures:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._table = ActivityTable(self.members.number_of, self.members.names, self._not_awaited)
+        self._waits = Waits(self.members)
         self._tokens = itertools.count()
         self._serving = 0  # waits in `serve` for all peers
         self._is_leaving = self._is_closed = False
         self._has_ended = False  # all have left
-        # As the coordinator has told: names and processes that have left, and reasons of losses.
-        self._left_there: set[tuple[str, int]] = set()
-        self._lost_there: Mapping[str, str] = {}
-        self._closed_coordinator: int | None = None  # process that answers no requests any more
         self._attendant: asyncio.Task[None] | None = None
 
     @property
@@ -107,44 +103,33 @@ class Departures:
 
     def left(self) -> set[str]:
         """Return the peers that have left, as far as this worker knows."""
-        return (self._left_in_order() | self.members.told().keys()) - {self.members.name}
-
-    def _left_in_order(self) -> set[str]:
-        return self._table.left() | self._left_there_now()
-
-    def _left_there_now(self) -> set[str]:
-        number_of = self.members.number_of
-        return {name for name, process in self._left_there if number_of(name) == process}
-
-    def _gone(self) -> set[str]:
-        return self.members.lost().keys() | self.members.told().keys()
-
-    def _not_awaited(self) -> set[str]:
-        """Return the peers for which no wait waits, whatever they have told this worker."""
-        return self._gone() | self._left_there_now()
+        peers = [*self.members.peers.values()]
+        return {each.name for each in peers if each.is_done or each.has_told}
 
     def lost(self) -> dict[str, str]:
         """Return the peers that are lost, here or for the coordinator, with the reasons."""
         here = self.members.lost().items()
+        there = {each.name: each.loss_there for each in self.members.peers.values()}
         reasons = {peer: reason_of(error) for peer, error in here}
-        return {**self._lost_there, **reasons}
+        return {name: reason for name, reason in {**there, **reasons}.items() if reason}
 
-    async def has_left_in_order(self, peer: str) -> bool:
+    async def is_done(self, peer: str) -> bool:
         """Return whether a peer's block has ended in order, as far as this worker can know."""
         if peer not in self.left():
             await self.refresh()
-        return peer in self._left_in_order() or self.members.told().get(peer) == ""
+        found = self.members.peers.get(peer)
+        return (found is not None and found.is_done) or self.members.told().get(peer) == ""
 
     async def failure_of(self, peer: str) -> str:
         """Return in one line why a peer has ended, "" if it has left in order or is alive."""
         reason = self.members.told().get(peer, "").partition("\n")[0] or self.lost().get(peer, "")
-        return "" if reason and await self.has_left_in_order(peer) else reason
+        return "" if reason and await self.is_done(peer) else reason
 
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────
 
     async def serve(self, until: str | None = None) -> None:
         """Wait until that peer has left, or every live peer serves too or has left."""
-        goal, among = (Activity.SERVING, ()) if until is None else (Activity.LEFT, (until,))
+        goal, among = (Activity.SERVING, ()) if until is None else (Activity.DONE, (until,))
         await await_on(self._loop, self._wait(goal, among, logging.INFO))
 
     def begin_to_leave(self) -> None:
@@ -155,7 +140,7 @@ class Departures:
     async def leave(self) -> None:
         """Report that this worker's block has ended in order; wait until all live peers' have."""
         self.begin_to_leave()
-        await self._wait(Activity.LEFT, (), logging.WARNING)
+        await self._wait(Activity.DONE, (), logging.WARNING)
         self._has_ended = True
 
     async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
@@ -197,37 +182,37 @@ class Departures:
             return answer.is_reached, answer.missing
         self.probe(coordinator)
         await asyncio.sleep(PROBE_INTERVAL / _POLLS)
-        return False, self._table.missing(self.members.name, goal, among)
+        return False, self._waits.missing(self.members.name, goal, among)
 
     def _withdraw(self, token: int) -> None:
         """End a wait that is cancelled, here and at the coordinator, whose answer is ignored."""
-        self._table.end(self.members.name, self.members.me.number, token)
+        self._waits.end(self.members.name, self.members.me.number, token)
         coordinator = self._coordinator()
         if coordinator is not None and coordinator != self.members.name:
             with contextlib.suppress(Exception):  # torch does not reach it
-                self._send(coordinator, self._request(token, Activity.LEFT, (), 0.0)).cancel()
+                self._send(coordinator, self._request(token, Activity.DONE, (), 0.0)).cancel()
 
     async def refresh(self) -> None:
         """Ask the coordinator which peers have left, unless all have."""
         coordinator = None if self._has_ended else self._coordinator()
         if coordinator is not None and coordinator != self.members.name:
-            await self._ask(coordinator, self._request(-1, Activity.LEFT, (), 0.0))
+            await self._ask(coordinator, self._request(-1, Activity.DONE, (), 0.0))
 
     def _coordinator(self) -> str | None:
         """Return the name of the coordinator, None if there is none or it is lost or gone."""
         name = self.coordinator
         if name == self.members.name:
             return None if self._is_closed else name
-        if name is None or name in self._gone():
-            return None
-        return None if self.members.number_of(name) == self._closed_coordinator else name
+        peer = None if name is None else self.members.peers.get(name)
+        is_open = peer is not None and peer.is_open and not (peer.is_lost or peer.has_told)
+        return name if is_open else None
 
     def _report(self) -> None:
         """Record what this worker does, under the next number if it has changed."""
         activity = Activity.SERVING if self._serving else Activity.ACTIVE
         if self._is_leaving:
-            activity = Activity.LEFT
-        if activity is not self._table.report_of(self.members.name).activity:
+            activity = Activity.DONE
+        if activity is not self._own.activity:
             self._renew_report(activity)
 
     def _renew_report(self, activity: Activity | None = None) -> None:
@@ -237,18 +222,20 @@ class Departures:
         request for another call, sent before that answer is here, must be a later report.
         (tests/unit/world/test_departures.py)
         """
-        last = self._table.report_of(self.members.name)
+        last = self._own.report
         activity = last.activity if activity is None else activity
-        report = last._replace(sequence=last.sequence + 1, activity=activity)
-        self._table.record(self.members.name, report)
+        self._own.record(last._replace(sequence=last.sequence + 1, activity=activity))
+
+    @property
+    def _own(self) -> Peer:
+        return self.members.workers[self.members.name]
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
     def _request(
         self, token: int, goal: Activity, among: Sequence[str], patience: float
     ) -> Request:
-        report = self._table.report_of(self.members.name)
-        return Request(self.members.name, report, token, goal, among, patience)
+        return Request(self.members.name, self._own.report, token, goal, among, patience)
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
         data = dump(request)
@@ -272,12 +259,19 @@ class Departures:
             return None
 
     def _on_answer(self, peer: str, answer: Answer) -> None:
-        self._table.record(peer, answer.report)
-        if peer == self.coordinator:
-            self._left_there |= {*answer.left}
-            self._lost_there = answer.lost
-            if not answer.is_open:
-                self._closed_coordinator = answer.report.process
+        self._record(peer, answer.report)
+        if peer != self.coordinator:
+            return
+        done = {*answer.done}
+        for each in self.members.peers.values():
+            each.is_done_there |= (each.name, each.number) in done
+            each.loss_there = answer.lost.get(each.name, "")
+        if (answering := self.members.get(peer, answer.report.process)) is not None:
+            answering.is_open &= answer.is_open
+
+    def _record(self, name: str, report: Report) -> None:
+        if (known := self.members.get(name, report.process)) is not None:
+            known.record(report)
 
     # ── without a coordinator ───────────────────────────────────────────────────────────────────
 
@@ -287,13 +281,13 @@ class Departures:
         awaited = {*(among or self.members.peers)} - self.left()
         with self.pool.watching_peers(awaited, lambda _: None):  # a frozen one is lost in time
             before = await self._round(request)
-            missing = self._table.missing(self.members.name, goal, among)
+            missing = self._waits.missing(self.members.name, goal, among)
             if not missing:
                 # A peer that has left stays so; one that serves may stop.
-                return goal is Activity.LEFT or before == await self._round(request), ()
+                return goal is Activity.DONE or before == await self._round(request), ()
             for _ in range(_POLLS):
                 await asyncio.sleep(PROBE_INTERVAL / _POLLS)
-                if self._table.missing(self.members.name, goal, among) != missing:
+                if self._waits.missing(self.members.name, goal, among) != missing:
                     break
         return False, missing
 
@@ -305,7 +299,8 @@ class Departures:
         for peer, answer in zip(asked, answers, strict=True):
             if answer is None:
                 self.probe(peer)
-        return {peer: self._table.report_of(peer) for peer in asked if peer not in self._gone()}
+        found = [self.members.peers[peer] for peer in asked if peer in self.members.peers]
+        return {each.name: each.report for each in found if not (each.is_lost or each.has_told)}
 
     # ── answering ───────────────────────────────────────────────────────────────────────────────
 
@@ -324,11 +319,11 @@ class Departures:
             log.warning("worker %r rejected an unreadable report: %r", self.members.name, exc)
             reply.set_result(RemoteFailure.of(exc, self.members.name))
             return
-        self._table.record(request.name, request.report)
+        self._record(request.name, request.report)
         if request.patience and self._coordinator() == self.members.name:
             self._open_wait(request, complete)
             return
-        self._table.end(request.name, request.report.process, request.token)
+        self._waits.end(request.name, request.report.process, request.token)
         complete(self._answer(request, False))
         self.settle()
 
@@ -337,23 +332,22 @@ class Departures:
         asker = request.name, request.report.process, request.token
         answer = lambda is_reached: complete(self._answer(request, is_reached))  # noqa: E731
         wait = Wait(*asker, request.goal, request.among, answer)
-        self._table.add(wait)
-        self._loop.call_later(request.patience, self._table.expire, wait)
+        self._waits.add(wait)
+        self._loop.call_later(request.patience, self._waits.expire, wait)
         self.settle()
-        if self._attendant is None and self._table.awaited():
+        if self._attendant is None and self._waits.awaited():
             self._attendant = asyncio.create_task(self._attend(), name="aiorpc-departures")
 
     def _answer(self, request: Request, is_reached: bool) -> Answer:
-        missing = self._table.missing(request.name, request.goal, request.among)
+        missing = self._waits.missing(request.name, request.goal, request.among)
         is_open = self._coordinator() == self.members.name
-        report = self._table.report_of(self.members.name)
-        left = [(name, self.members.workers[name].number) for name in self._left_in_order()]
+        done = [(each.name, each.number) for each in self.members.everybody() if each.is_done]
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
-        return Answer(is_reached, is_open, report, missing, left, lost)
+        return Answer(is_reached, is_open, self._own.report, missing, done, lost)
 
     def settle(self) -> None:
         """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""
-        self._table.settle()
+        self._waits.settle()
 
     async def _attend(self) -> None:
         """Watch the peers that any request waits for, so that those that freeze are lost in time.
@@ -362,7 +356,7 @@ class Departures:
         """
         watched: set[str] = set()
         with self.pool.watching_peers(watched, lambda _: None):
-            while awaited := self._table.awaited():
+            while awaited := self._waits.awaited():
                 watched.clear()
                 watched |= awaited - {self.members.name}
                 for peer in watched - self.linked():
@@ -374,7 +368,7 @@ class Departures:
     async def close(self) -> None:
         """Answer all requests: this worker coordinates no more."""
         self._is_closed = True
-        self._table.end_all()
+        self._waits.end_all()
         if self._attendant is not None:
             self._attendant.cancel()
             await asyncio.wait({self._attendant})

@@ -268,7 +268,7 @@ class Membership:
         self, on_loss: Callable[[RpcError], None], name: str, error: RpcError
     ) -> None:
         """Report the loss, unless the peer's block had ended in order before."""
-        if not await self._node.departures.has_left_in_order(name):
+        if not await self._node.departures.is_done(name):
             on_loss(error)
 
     async def _await_exit(self, peer: Peer, error: RpcError) -> None:

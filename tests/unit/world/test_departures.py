@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import WorkerLost
-from aiorpc_torch._peers.peers import Event, Peers
+from aiorpc_torch._peers.peers import Activity, Event, Peers, Report
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import departures
-from aiorpc_torch._world.activity import Activity, Report
 from aiorpc_torch._world.departures import Departures, Request
 
 NAMES = ("a", "b", "c")
@@ -99,9 +98,9 @@ async def test_a_wait_that_is_repeated_when_the_coordinator_has_ended(
     network.held = {"b"}
     leaving = [asyncio.create_task(each.leave()) for each in (coordinator, other)]
     await turns()
-    for wait in [*coordinator._table._waits]:
+    for wait in [*coordinator._waits._waits]:
         if wait.asker == "b":
-            coordinator._table.expire(wait)  # its patience is over; the answer is on its way
+            coordinator._waits.expire(wait)  # its patience is over; the answer is on its way
     async with asyncio.timeout(SOON):
         await asyncio.gather(network.workers["c"].leave(), leaving[0])
         await coordinator.close()
@@ -116,8 +115,8 @@ async def test_workers_that_only_the_coordinator_knows(monkeypatch: pytest.Monke
     network = Network()
     coordinator, other, third = network.workers.values()
     coordinator.members.admit(PeerInfo("d", 3, 3, ""))
-    coordinator._table.record("d", Report(3, 0, Activity.LEFT))
-    coordinator._table.record("c", Report(2, 0, Activity.LEFT))
+    for name, number in (("d", 3), ("c", 2)):
+        coordinator.members.peers[name].record(Report(number, 0, Activity.DONE))
     other.members.admit(PeerInfo("c", 4, 4, ""))
     await other.refresh()
     assert other.left() == set(), "the newer process is here"
