@@ -413,7 +413,7 @@ class Connection(Channel):
         """Start to connect, in a task."""
         self._introductions = introductions
         self._holding = introductions.holding
-        opening = introductions.connect(self.peer, self._key[2], self.start_sending)
+        opening = introductions.connect(self._peer, self._key[2], self.start_sending)
         context = contextvars.Context()  # without the deadline of the first caller
         self._opening = self._loop.create_task(opening, name="aiorpc-connect", context=context)
         self._opening.add_done_callback(self._on_opened)
@@ -421,7 +421,7 @@ class Connection(Channel):
     async def _dial(self, purpose: int) -> socket.socket:
         """Return a proven socket to the peer for tensors of this connection."""
         assert self._introductions is not None
-        return await self._introductions.dial(self.peer, number_for(self._key[2], purpose))
+        return await self._introductions.dial(self._peer, number_for(self._key[2], purpose))
 
     def _on_opened(self, opening: "asyncio.Task[None]") -> None:
         """Fail the pending calls if there is no connection."""

@@ -12,11 +12,10 @@ from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
 from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
-from .._peers.peers import Peers
+from .._peers.peers import Peer, Peers
 from .._port.dialer import Dialer
 from .._port.tls import TlsError
 from .._protocol import endpoints
-from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import (
@@ -24,6 +23,7 @@ from .._wire.handshake import (
     PROOF,
     Addresses,
     Credentials,
+    Introduction,
     encode_hello,
     is_callee_proven,
     load_introduction,
@@ -33,8 +33,6 @@ from .._wire.handshake import (
 from .._wire.plain import dump
 from ..errors import WorkerLeft, WorkerUnreachable
 from .tensor_dialing import dial_in_thread
-
-Introduction = tuple[Credentials, Addresses]
 
 Address = str | tuple[str, int]
 """The name of an abstract Unix socket, or host and port."""
@@ -58,7 +56,7 @@ class Holding(Protocol):
     def is_held(self, peer: str) -> bool:
         """Return whether calls to a peer are held."""
 
-    async def wait_until_serving(self, peer: WorkerInfo) -> int:
+    async def wait_until_serving(self, peer: Peer) -> int:
         """Wait until a peer serves, on any event loop; return how many times it has begun to.
 
         Raises:
@@ -90,15 +88,9 @@ class Introductions:
         self.holding = holding
         self._dialer = dialer
         self._members = members
-        self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
 
-    def forget(self, peer: str) -> None:
-        """Forget the introductions to all processes of a worker."""
-        for each in [each for each in self._known if each[0] == peer]:
-            self._known.pop(each, None)
-
-    async def connect(self, peer: WorkerInfo, connection: int, start: Start) -> None:
+    async def connect(self, peer: Peer, connection: int, start: Start) -> None:
         """Open a connection to `peer`; call `start` when its handshake is done.
 
         Raises:
@@ -114,7 +106,7 @@ class Introductions:
         await self._reach(peer, open_)
 
     async def _reach(
-        self, peer: WorkerInfo, open_: Callable[[Address, Credentials], Awaitable[None]]
+        self, peer: Peer, open_: Callable[[Address, Credentials], Awaitable[None]]
     ) -> None:
         """Introduce this process to `peer`, and open a connection."""
         failure: Exception | None = None
@@ -130,7 +122,7 @@ class Introductions:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
-                self._known.pop((peer.name, peer.id), None)  # the listener may be closed
+                peer.introduction = None  # the listener may be closed
             await asyncio.sleep(delay)
         raise WorkerUnreachable(
             peer.name,
@@ -138,7 +130,7 @@ class Introductions:
             "port for this worker",
         ) from failure
 
-    async def dial(self, peer: WorkerInfo, number: int) -> socket.socket:
+    async def dial(self, peer: Peer, number: int) -> socket.socket:
         """Return a proven socket to `peer`, for the purpose in the number of its hello.
 
         Raises the exceptions of `connect`.
@@ -163,15 +155,15 @@ class Introductions:
             raise
         return found[0]
 
-    async def _is_remote(self, peer: WorkerInfo) -> bool:
+    async def _is_remote(self, peer: Peer) -> bool:
         _, addresses = await self._held_introduction(peer)
         return not isinstance(self._address(peer.name, addresses), str)
 
-    async def _introduce_again(self, peer: WorkerInfo) -> None:
-        self._known.pop((peer.name, peer.id), None)
+    async def _introduce_again(self, peer: Peer) -> None:
+        peer.introduction = None
         await self._held_introduction(peer)
 
-    async def _held_introduction(self, peer: WorkerInfo) -> Introduction:
+    async def _held_introduction(self, peer: Peer) -> Introduction:
         if self.holding is None:
             return await self._introduction(peer)
         text = f"calls to worker {peer.name!r} wait until it enters attach()"
@@ -183,19 +175,18 @@ class Introductions:
             except WorkerLeft:  # meanwhile
                 self.holding.on_refused(peer.name, epoch)
 
-    async def _introduction(self, peer: WorkerInfo) -> Introduction:
-        known = self._known.get((peer.name, peer.id))
-        if known is not None:
-            return known
+    async def _introduction(self, peer: Peer) -> Introduction:
+        if peer.introduction is not None:
+            return peer.introduction
         me = self._members.me
         data = dump((me.name, me.number))
         try:
-            answer = await wrap_future(send(peer, endpoints.introduce, data))
+            answer = await wrap_future(send(peer.member.info, endpoints.introduce, data))
         except Exception as exc:
             raise classify_error(exc, peer.name) from None
         if isinstance(answer, RemoteFailure):
             answer.raise_()
-        found = self._known[peer.name, peer.id] = load_introduction(answer)
+        found = peer.introduction = load_introduction(answer)
         return found
 
     def _address(self, peer: str, addresses: Addresses) -> Address:

@@ -316,7 +316,6 @@ class ConnectionPool:
 
     def end_process(self, worker: str, error: RpcError) -> None:
         """End the connections to a member's process, which was replaced or has left."""
-        self._introductions.forget(worker)
         self._tell_supervisors(worker)
         for loop, by_peer in self._loops():
             call_soon(loop, self._forget, by_peer, worker, error)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._wire.handshake import Party
+from .._wire.handshake import Credentials, Introduction, Party
 from ..errors import NotInWorld, RpcError, WorkerGone, WorkerLost
 from .changes import FOLLOWS, Change, Kind
 
@@ -166,11 +166,14 @@ class Peer:
         is_done_there: whether its block has ended in order, as the coordinator tells.
         loss_there: why it is lost for the coordinator, "" if it is not.
         is_open: whether it answers, as the coordinator, requests later than at once.
+        introduction: its secrets and addresses for calls from here, once it has told them.
+        credentials: the secrets for calls from there, once it has asked for them.
     """
 
     __slots__ = (
-        *("activity", "attachment", "epoch", "error", "failure", "final", "is_done_there"),
-        *("is_exiting", "is_first", "is_open", "is_pinged", "is_probed", "last_heard"),
+        *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
+        *("introduction", "is_done_there", "is_exiting", "is_first", "is_open", "is_pinged"),
+        *("is_probed", "last_heard"),
         *("loss_there", "member", "name", "number", "rank", "refusal", "silent_since", "state"),
         *("told", "watched_since", "_has_detached", "_sequence"),
     )
@@ -197,6 +200,8 @@ class Peer:
         self.is_done_there = False
         self.loss_there = ""
         self.is_open = True
+        self.introduction: Introduction | None = None
+        self.credentials: Credentials | None = None
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {self.number}: {self.state.name}>"
@@ -350,8 +355,8 @@ class Peers:
             each.name for each in every if (not each.has_left if self.is_attached else each.is_here)
         )
 
-    def check(self, caller: Party) -> None:
-        """Check that a caller is a current worker.
+    def check(self, caller: Party) -> Peer:
+        """Return the record of a caller, which is a current worker.
 
         Raises:
             ValueError: if no worker has that name.
@@ -359,8 +364,9 @@ class Peers:
         """
         if caller.name not in self.workers:
             raise ValueError(f"no worker {caller.name!r} in this world")
-        if self.get(caller.name, caller.number) is None:
+        if (found := self.get(caller.name, caller.number)) is None:
             raise NotInWorld(replaced_text(caller.name))
+        return found
 
     def lost(self) -> dict[str, RpcError]:
         """Return why peers are lost, or have ended. In any thread."""

@@ -20,6 +20,7 @@ from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
+from .._peers.peers import Peer
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
 from .._port.strangers import LEFT, Strangers, host_of
@@ -30,6 +31,7 @@ from .._wire.handshake import (
     Addresses,
     Credentials,
     Hello,
+    Introduction,
     Party,
     network_namespace,
     new_nonce,
@@ -79,7 +81,6 @@ class Listener:
         self._opening: dict[asyncio.Task[Any], socket.socket] = {}
         self._is_closed = False
         self._credentials: dict[bytes, Credentials] = {}
-        self._introduced: dict[Party, Credentials] = {}
         self._unproven = Strangers(MAX_UNPROVEN)
         try:
             self.addresses = self._listen(host)
@@ -164,18 +165,19 @@ class Listener:
         if opening.cancelled() or opening.exception() is not None:
             accepted.close()
 
-    def introduce(self, caller: Party) -> tuple[Credentials, Addresses]:
+    def introduce(self, caller: Peer) -> Introduction:
         """Return the credentials and addresses for a caller; the same at each request."""
-        known = self._introduced.get(caller)
-        if known is None:
-            known = self._introduced[caller] = Credentials(caller, self._me)
+        if (known := caller.credentials) is None:
+            party = Party(caller.name, caller.number)
+            known = caller.credentials = Credentials(party, self._me)
             self._credentials[known.key] = known
         return known, self.addresses
 
-    def revoke(self, caller: str) -> None:
-        """Revoke the credentials of all processes of the worker `caller`."""
-        for party in [each for each in self._introduced if each.name == caller]:
-            del self._credentials[self._introduced.pop(party).key]
+    def revoke(self, caller: Peer) -> None:
+        """Revoke the credentials of a process."""
+        if (known := caller.credentials) is not None:
+            caller.credentials = None
+            del self._credentials[known.key]
 
     def find(self, key: bytes) -> Credentials | None:
         """Return the credentials with that key, None if there are none."""

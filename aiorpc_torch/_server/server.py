@@ -193,8 +193,7 @@ class Server:
 
     def _introduction(self, data: bytes) -> Any:
         try:
-            caller = Party(*_read_party(data))
-            self._members.check(caller)
+            caller = self._members.check(Party(*_read_party(data)))
             if self._is_leaving or self._listener is None:
                 raise self._gone()
             return dump_introduction(*self._listener.introduce(caller))
@@ -247,12 +246,12 @@ class Server:
         """Return the unanswered calls; at most the `most` oldest of each caller. In any thread."""
         return [*self.sessions.open_calls(most), *itertools.islice([*self._torch_calls], most)]
 
-    def end_process(self, peer: str, text: str) -> None:
+    def end_process(self, peer: Peer, text: str) -> None:
         """End what a member's process has here, which was replaced or has left; tell it why."""
-        self.sessions.cancel_calls_of(peer)
+        self.sessions.cancel_calls_of(peer.name)
         if self._listener is not None:
             self._listener.revoke(peer)
-        for session in self.sessions.of(peer):
+        for session in self.sessions.of(peer.name):
             session.close("replaced", text)
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────

@@ -70,6 +70,10 @@ class Addresses:
     """Host and port, if a peer is in another network namespace; else None."""
 
 
+Introduction = tuple[Credentials, Addresses]
+"""What a callee tells a caller that wants a connection."""
+
+
 def dump_introduction(credentials: Credentials, addresses: Addresses) -> bytes:
     """Return the callee's answer to a caller that asks for an introduction."""
     words = asdict(credentials) | {"addresses": asdict(addresses)}

@@ -19,7 +19,6 @@ from .._peers.peers import Attachment, Event, Peer, Peers
 from .._protocol import endpoints
 from .._protocol.endpoints import attach_message_of, read_attach_message
 from .._torch.agent import agent_generation
-from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.handshake import VERSION
 from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost, WorkerUnreachable, safe_str
@@ -79,7 +78,7 @@ class Attachments:
         found = self._members.peers.get(peer)
         return found is not None and found.attachment is not Attachment.ATTACHED
 
-    async def wait_until_serving(self, peer: WorkerInfo) -> int:
+    async def wait_until_serving(self, peer: Peer) -> int:
         """Wait until a peer is attached; return how many times it has attached.
 
         Raises:
@@ -89,16 +88,14 @@ class Attachments:
         """
         return await await_on(self._loop, self._wait_until_serving(peer))
 
-    async def _wait_until_serving(self, info: WorkerInfo) -> int:
-        if info.name == self._members.name:
+    async def _wait_until_serving(self, peer: Peer) -> int:
+        if peer.name == self._members.name:
             return 0
-        peer = self._members.get(info.name, info.id)
-        if peer is not None and isinstance(peer.refusal, WorkerLost):
-            await self._ask(info.name)  # it may be reachable again
+        if isinstance(peer.refusal, WorkerLost):
+            await self._ask(peer.name)  # it may be reachable again
         while self.has_agent():
-            peer = self._members.get(info.name, info.id)
-            if peer is None or peer.has_left:
-                raise WorkerLeft(info.name, LEFT_GROUP)
+            if peer.has_left or self._members.peers.get(peer.name) is not peer:
+                raise WorkerLeft(peer.name, LEFT_GROUP)
             if peer.refusal is not None:
                 raise peer.refusal.with_traceback(None)  # one error for all calls
             if peer.attachment is Attachment.ATTACHED:

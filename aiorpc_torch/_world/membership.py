@@ -244,10 +244,10 @@ class Membership:
         is_replaced = self._peers.peers.get(peer.name) is not peer
         self._note_reachable(peer)
         text = replaced_text(peer.name) if is_replaced else str(error)
-        self._node.end_process(peer.name, error, text)
+        self._node.end_process(peer, error, text)
 
     def _forget(self, peer: Peer) -> None:
-        self._node.end_process(peer.name, WorkerLeft(peer.name), left_text(peer.name))
+        self._node.end_process(peer, WorkerLeft(peer.name), left_text(peer.name))
         if self.agent is not None:
             self.agent.retire_peer(peer.member)
 

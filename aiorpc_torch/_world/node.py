@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
-from .._peers.peers import Event, Peers, reason_of
+from .._peers.peers import Event, Peer, Peers, reason_of
 from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._server.exports import ExportPolicy
@@ -165,9 +165,9 @@ class Node:
         self.pool.on_peer_lost(peer, error)
         self.server.sessions.cancel_calls_of(peer, reason_of(error))
 
-    def end_process(self, peer: str, error: RpcError, text: str) -> None:
+    def end_process(self, peer: Peer, error: RpcError, text: str) -> None:
         """End the connections to a process with `error`, and those from it, which learns `text`."""
-        self.pool.end_process(peer, error)
+        self.pool.end_process(peer.name, error)
         self.server.end_process(peer, text)
 
     def end_changes(self) -> None:

@@ -13,9 +13,11 @@ from torch.distributed import rpc
 from aiorpc_torch import call
 from aiorpc_torch._aio.unix_sockets import connect_unix
 from aiorpc_torch._client import pool
+from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._server import result_sender, session
 from aiorpc_torch._server.server import Server
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire import plain
 from aiorpc_torch._wire.frames import (
     CALLS,
@@ -33,7 +35,6 @@ from aiorpc_torch._wire.handshake import (
     PROOF,
     Addresses,
     Credentials,
-    Party,
     encode_hello,
     is_callee_proven,
     new_nonce,
@@ -57,7 +58,7 @@ def introduction(caller: str = "stranger") -> tuple[Credentials, Addresses]:
     """As torch's RPC would bring it to that caller."""
     listener = server()._listener
     assert listener is not None
-    return listener.introduce(Party(caller, rpc.get_worker_info().id))
+    return listener.introduce(Peer(PeerInfo(caller, 0, rpc.get_worker_info().id, "")))
 
 
 class Stranger:

@@ -10,7 +10,6 @@ from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
 from aiorpc_torch._peers.peers import Peer, Peers
 from aiorpc_torch._torch.agent import PeerInfo
-from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
 from aiorpc_torch._wire.handshake import HELLO, Credentials, Hello, Party, new_nonce
 from aiorpc_torch._wire.plain import dump
@@ -60,7 +59,7 @@ class Held:
     def is_held(self, peer: str) -> bool:
         return True
 
-    async def wait_until_serving(self, peer: WorkerInfo) -> int:
+    async def wait_until_serving(self, peer: Peer) -> int:
         await self.attached.wait()
         raise RpcError("it speaks another version")
 
@@ -73,9 +72,7 @@ async def test_calls_that_are_held_are_told_of(
     """Long before their time limit: `attach` may have been forgotten there."""
     monkeypatch.setattr(introduction, "LOG_DELAY", 0.0)
     me, holding = Peers("me", [PeerInfo("me", 0, 0, ""), PeerInfo("peer", 1, 3, "")]), Held()
-    opening = introduction.Introductions(me, holding).connect(
-        WorkerInfo("peer", 3), 1, lambda *_: None
-    )
+    opening = introduction.Introductions(me, holding).connect(me.peers["peer"], 1, lambda *_: None)
     task = asyncio.ensure_future(opening)
     while not caplog.records:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)

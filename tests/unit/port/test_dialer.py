@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._client.introduction import _dial
+from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls, TlsError
 from aiorpc_torch._protocol.channel import Channel
 from aiorpc_torch._server.listener import Listener
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.frames import CALLS
 from aiorpc_torch._wire.handshake import Party
 from tests.support.certificates import Authority
@@ -56,7 +58,7 @@ async def exchange(mine: Tls | None, theirs: Tls | None) -> None:
         return sessions[-1]
 
     listener = Listener(Party("w", 0), None, accept, lambda *_: None, port)
-    credentials, addresses = listener.introduce(Party("c", 1))
+    credentials, addresses = listener.introduce(Peer(PeerInfo("c", 1, 1, "")))
     assert addresses.tcp is not None
     near = Echo(answers=False)
 

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio import acceptor
+from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import CALLS, preface
 from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import (
     ARGUMENTS,
     NONCE,
@@ -224,7 +226,7 @@ async def test_a_caller_that_is_gone_as_its_socket_is_proven(
     """The socket for tensors is closed, and no error of the loop."""
     caplog.set_level(logging.DEBUG)
     listening = listen()
-    credentials, _ = listening.introduce(Party("c", 1))
+    credentials, _ = listening.introduce(Peer(PeerInfo("c", 1, 1, "")))
     theirs, mine = new_nonce(), new_nonce()
     hello = Hello.load(encode_hello(credentials, number_for(7, ARGUMENTS), mine, theirs))
     near, far = socket.socketpair()

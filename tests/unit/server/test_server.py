@@ -144,7 +144,7 @@ async def test_who_is_introduced(ends: TwoEnds) -> None:
             introduction(ends, "stranger", 0).raise_()
         with pytest.raises(NotInWorld, match="a newer process has replaced this one"):
             introduction(ends, "near", 7).raise_()
-        ends.server.end_process("near", replaced_text("near"))
+        ends.server.end_process(ends.far.members.peers["near"], replaced_text("near"))
         assert introduction(ends, "near", 0) != found
         ends.server.retire()
         with pytest.raises(WorkerLeft, match="'far' has left its world"):
@@ -157,7 +157,7 @@ async def test_a_replaced_process_is_told(ends: TwoEnds) -> None:
     """Its calls are cancelled, and fail with the reason."""
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
-    ends.server.end_process("near", replaced_text("near"))
+    ends.server.end_process(ends.far.members.peers["near"], replaced_text("near"))
     with pytest.raises(NotInWorld, match="'near' was restarted") as raised:
         await running
     assert not isinstance(raised.value, WorkerLost)

@@ -53,7 +53,7 @@ async def test_a_retired_caller_sends_no_further_call(ends: TwoEnds) -> None:
     session.retire()
     async with asyncio.timeout(SOON):
         await session.retired.wait()
-    assert (ends.near.pool.load("far"), ends.near.peers()) == (None, ())
+    assert (ends.near.pool.load("far"), ends.near.members.present()) == (None, ())
     with pytest.raises(WorkerLeft, match="'far' has left its world") as raised:
         await call("far", add, 1, 2)
     assert not raised.value.may_have_run

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from aiorpc_torch._client.tensor_dialing import dial_in_thread
+from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import TENSORS, server_name
 from aiorpc_torch._port.tls import Tls, TlsError
 from aiorpc_torch._server import socket_proofs as module
 from aiorpc_torch._server.listener import Listener
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import ARGUMENTS, CALLS, Credentials, Party, number_for
 from tests.support.certificates import Authority
 
@@ -43,7 +45,7 @@ async def served(tls: Tls) -> AsyncIterator[Served]:
 
     port = Port("127.0.0.1", 0, tls)
     listener = Listener(Party("w", 0), None, refuse, accept, port)
-    credentials, addresses = listener.introduce(Party("c", 1))
+    credentials, addresses = listener.introduce(Peer(PeerInfo("c", 1, 1, "")))
     assert addresses.tcp is not None
     try:
         yield Served(listener, addresses.tcp, credentials, accepted)
