@@ -91,16 +91,18 @@ class WorkerGone(RpcError, ConnectionError):
     """
 
     _HAPPENED = "is gone"
+    _REASON = ""  # if none is given
 
     def __init__(
         self,
         worker: str,
-        reason: str = "",
+        reason: str | None = None,
         *,
         method: str | None = None,
         may_have_run: bool | None = None,
     ) -> None:
         self.may_have_run = type(self).may_have_run if may_have_run is None else may_have_run
+        reason = self._REASON if reason is None else reason
         because = f": {reason}" if reason else ""
         call = f"; {method} {'may have run' if self.may_have_run else 'was not sent'}"
         what = f"worker {worker!r} {self._HAPPENED}{because}{call if method else ''}"
@@ -121,16 +123,7 @@ class WorkerLost(WorkerGone):
     """
 
     _HAPPENED = "is lost"
-
-    def __init__(
-        self,
-        worker: str,
-        reason: str = "the connection broke",
-        *,
-        method: str | None = None,
-        may_have_run: bool | None = None,
-    ) -> None:
-        super().__init__(worker, reason, method=method, may_have_run=may_have_run)
+    _REASON = "the connection broke"
 
 
 class WorkerLeft(WorkerGone):

@@ -461,12 +461,14 @@ class Connection(Channel):
             self._fail_calls(error, recorded=True)
 
     def _fail_calls(self, error: RpcError, *, recorded: bool) -> None:
-        sent = self._state.clear()
-        self._state.cancels += sent
-        self._pending.fail(sent, error)
-        self._pending.fail([*self._pending], error, were_sent=False)
+        if sent := self._state.clear():
+            self._state.cancels += sent
+            self._pending.fail(sent, error)
+        if unsent := [*self._pending]:
+            self._pending.fail(unsent, error, were_sent=False)
         self._carriers.drop_cancelled()
-        self.flush_soon()
+        if self.is_open:
+            self.flush_soon()
         for each in [*self._recorded_calls] if recorded else ():
             each.failed(error)
 

@@ -180,8 +180,8 @@ class ConnectionPool:
             self._finished.update(each.counters() | {"in_flight": 0, "unsent": 0})
 
     def _loops(self) -> list[tuple[asyncio.AbstractEventLoop, _ByPeer]]:
-        found = [(loop(), by_peer) for loop, by_peer in [*self._by_loop.values()]]
-        return [(loop, by_peer) for loop, by_peer in found if loop is not None]
+        every = [*self._by_loop.values()]
+        return [(loop, by_peer) for find, by_peer in every if (loop := find()) is not None]
 
     # ── counters ────────────────────────────────────────────────────────────────────────────────
 

@@ -525,7 +525,7 @@ class Peers:
 
 def _kind(peer: Peer, event: Event) -> Kind:
     """Return the change that an event is for the readers, if it is one."""
-    if peer.has_left or event is Event.DETACH:
+    if peer.state is State.LEFT or peer.state is State.ENDED or event is Event.DETACH:
         return "left"
     if peer.state is not State.ALIVE:
         return "lost"

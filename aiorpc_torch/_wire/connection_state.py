@@ -239,11 +239,10 @@ class SendState(Generic[C]):
 
     def clear(self) -> list[int]:
         """Drop the unsent calls; return the numbers of the sent and unanswered ones."""
-        for call in (*self._next, *self._copies.held(), *self.queue):
+        for call in (*self._next, *self._copies.close(), *self.queue):
             self._drop(call)
         self.queue.clear()
         self._next.clear()
-        self._copies.close()
         self.window.answered(self._unsent)
         self._unsent.clear()
         return self.window.release_all()

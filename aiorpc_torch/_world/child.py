@@ -122,18 +122,17 @@ class ChildProcess:
         if not self._is_watched:
             return
         is_awaited = polls > 0 or _is_exiting(self._process.pid)
-        if self._process.exitcode is None and is_awaited:
+        if (code := self._process.exitcode) is None and is_awaited:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
         else:
-            self.ended.set_result(self._failure or self._exit_failure())
+            self.ended.set_result(self._failure or self._exit_failure(code))
 
     def stop_watching(self) -> None:
         """Ignore what becomes of the process from now on."""
         self._is_watched = False
         self.ended.get_loop().remove_reader(self._pipe.fileno())
 
-    def _exit_failure(self) -> BaseException | None:
-        code = self._process.exitcode
+    def _exit_failure(self, code: int | None) -> BaseException | None:
         if code == 0:
             return None
         lost = WorkerLost(self.name, describe_exit(code))
@@ -147,10 +146,13 @@ class ChildProcess:
             return _is_exiting(self._process.pid)
         return False
 
-    async def exit_reason(self) -> str:
-        """Wait for the exit code of a process that ends now; return the text for it, or ""."""
+    async def wait_for_exit(self) -> None:
+        """Wait for the exit code of a process that ends now."""
         # Under load, or with much memory to free, the kernel and the fork server may take a while.
         await asyncio.wait((self.ended,), timeout=EXIT_CODE_TIMEOUT)
+
+    def exit_reason(self) -> str:
+        """Return the text for the exit code, "" if there is none yet."""
         with contextlib.suppress(ValueError):
             if (code := self._process.exitcode) is not None:
                 return describe_exit(code)

@@ -69,10 +69,10 @@ class _Process:
     has_left: bool = False
     awaited: set[int] | None = None
     """Ranks that it waits for in the barrier of the exit; None before it."""
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.registration.name
+    def __post_init__(self) -> None:
+        self.name = self.registration.name  # a name stays, unlike the rank
 
     @property
     def rank(self) -> int:

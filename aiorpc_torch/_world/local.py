@@ -176,7 +176,7 @@ async def local_world(
     with graceful_signals(handle_signals):
         async with supervisor.running(), contextlib.AsyncExitStack() as stack:
             async with supervisor.raising_failures("stop"):
-                me = await stack.enter_async_context(run_worker(mine, supervisor))
+                me = await stack.enter_async_context(run_worker(mine, supervisor.last))
             supervisor.watch_children(me)
             with supervisor.notifying_on_exit():
                 yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
@@ -276,7 +276,7 @@ async def _run(
 ) -> T:
     with graceful_signals(handle_signals):
         async with supervisor.running():
-            entering = run_worker(config, supervisor)
+            entering = run_worker(config, supervisor.last)
             async with supervisor.raising_failures(on_failure), entering as me:
                 supervisor.watch_children(me)
                 with supervisor.notifying_on_exit():

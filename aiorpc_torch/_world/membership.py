@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
@@ -26,6 +26,7 @@ from .._peers.peers import (
     Peers,
     State,
     left_text,
+    reason_of,
     replaced_text,
 )
 from .._torch import rrefs
@@ -45,14 +46,21 @@ _SIGNS_OF_LIFE = {Event.ANSWER, Event.ENTRY, Event.ATTACH}
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
 
 
-class Children(Protocol):
-    """The peers that are child processes of this one."""
+class Child(Protocol):
+    """A peer that is a child process of this one."""
 
-    def is_exiting(self, name: str) -> bool:
-        """Return whether a child has ended or ends now, False for another peer. In any thread."""
+    def is_exiting(self) -> bool:
+        """Return whether it has ended or ends now. In any thread."""
 
-    async def exit_reason(self, name: str) -> str:
-        """Wait for the end of that child; return how it has ended, "" if that is unknown."""
+    async def wait_for_exit(self) -> None:
+        """Wait for its end, for some seconds at most."""
+
+    def exit_reason(self) -> str:
+        """Return how it has ended, "" if that is unknown."""
+
+
+Children = Mapping[str, Child]
+"""The peers that are child processes, by name. Any thread may read it."""
 
 
 class Membership:
@@ -63,7 +71,7 @@ class Membership:
             connections only.
         heartbeat: seconds of silence after which a peer is lost.
         node: this worker, with its connections.
-        children: tell how peers have ended that are child processes.
+        children: those of the peers that are child processes, by name.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class Membership:
         self._peers = peers
         self._heartbeat = heartbeat
         self._node = node
-        self._children = children
+        self._children = {} if children is None else children
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_open = True
@@ -125,7 +133,9 @@ class Membership:
             return error
         if (known := peer.failure or peer.final) is not None:
             return peer.error or known
-        is_exiting = self._is_open and self._is_exiting(name)
+        # If it was found to end before, it is reported again all the same: the loss that follows
+        # may have failed the calls already, in its thread, and those of this connection wait.
+        is_exiting = self._is_open and (peer.is_exiting or self._is_exiting(name))
         event = Event.EXIT if is_exiting else Event.CUT
         run_on_loop(self._loop, self.report, peer, event, error)  # before its callers resume
         return None if is_exiting else error
@@ -157,11 +167,12 @@ class Membership:
             return  # torch's RPC has ended here
         if event in _SIGNS_OF_LIFE:
             peer.last_heard = time.monotonic()
-        before = peer.state
+        was_alive = peer.state is State.ALIVE
         effects = self._peers.apply(peer, event, error, epoch)
-        if peer.state is not before:
+        is_changed = (peer.state is State.ALIVE) != was_alive
+        if is_changed:
             self._note_reachable(peer)
-        self._do(effects, is_changed=peer.state is not before)
+        self._do(effects, is_changed=is_changed)
 
     def probe(self, name: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost. One that never answered may attach."""
@@ -197,34 +208,30 @@ class Membership:
     # ── duties ──────────────────────────────────────────────────────────────────────────────────
 
     def _do(self, effects: Iterable[Effect], *, is_changed: bool = True) -> None:
+        """Do the duties; if a peer is lost or alive again, look at the waits for all peers too."""
         try:
-            for each in effects:
-                self._do_one(*each)
+            for duty, peer, error, change in effects:
+                match duty:
+                    case Duty.TELL if change is not None:
+                        self._tell(change)
+                    case Duty.FAIL if error is not None:
+                        self._node.fail(peer.name, error)
+                    case Duty.REPORT if error is not None:
+                        self._report_loss(peer, error)
+                    case Duty.PING:
+                        self._ping(peer)
+                    case Duty.AWAIT_EXIT if error is not None:
+                        self._start(self._await_exit(peer, error))
+                    case Duty.SEE_OFF if not self._peers.is_attached:
+                        self._start(self._see_off(peer))
+                    case Duty.END if error is not None:
+                        self._end(peer, error)
+                    case Duty.FORGET:
+                        self._forget(peer)
         finally:
             self.wake()
             if is_changed:
                 self._node.departures.settle()
-
-    def _do_one(
-        self, duty: Duty, peer: Peer, error: RpcError | None, change: Change | None
-    ) -> None:
-        match duty:
-            case Duty.TELL if change is not None:
-                self._tell(change)
-            case Duty.FAIL if error is not None:
-                self._node.fail(peer.name, error)
-            case Duty.REPORT if error is not None:
-                self._report_loss(peer, error)
-            case Duty.PING:
-                self._ping(peer)
-            case Duty.AWAIT_EXIT if error is not None:
-                self._start(self._await_exit(peer, error))
-            case Duty.SEE_OFF if not self._peers.is_attached:
-                self._start(self._see_off(peer))
-            case Duty.END if error is not None:
-                self._end(peer, error)
-            case Duty.FORGET:
-                self._forget(peer)
 
     def _tell(self, change: Change) -> None:
         if not self.log.is_closed:
@@ -273,13 +280,13 @@ class Membership:
 
     async def _await_exit(self, peer: Peer, error: RpcError) -> None:
         """Lose a child when its exit code is known; with `error` if it stays unknown."""
-        assert self._children is not None
-        if reason := await self._children.exit_reason(peer.name):
-            error = WorkerLost(peer.name, reason)
-        elif isinstance(error, WorkerLost):  # perhaps of one call, which was not sent
-            error = WorkerLost(peer.name, error.reason)
+        child = self._children.get(peer.name)
+        if child is not None:
+            await child.wait_for_exit()
         if peer.is_exiting:  # else a loss that came meanwhile has failed the calls
-            self.report(peer, Event.LOSS, error)
+            # Not the error itself: perhaps it is of one call, which was not sent.
+            reason = (child is not None and child.exit_reason()) or reason_of(error)
+            self.report(peer, Event.LOSS, WorkerLost(peer.name, reason))
 
     async def _see_off(self, peer: Peer) -> None:
         """Ping a process that leaves until torch reports its end.
@@ -339,7 +346,8 @@ class Membership:
             self.report(peer, Event.EXIT if is_exit else Event.LOSS, error)
 
     def _is_exiting(self, name: str) -> bool:
-        return self._children is not None and self._children.is_exiting(name)
+        child = self._children.get(name)
+        return child is not None and child.is_exiting()
 
     # ── questions ───────────────────────────────────────────────────────────────────────────────
 

@@ -111,6 +111,8 @@ class Registry:
 
     def on_change(self, peer: str) -> None:
         """Note that a peer has joined or left, was lost or has returned."""
+        if not (self._listeners or self._watchers):  # no name is watched, here or from here
+            return
         for name in self._listeners:
             self._ask_soon(peer, name)
         gone = [key for key in self._watchers if not self._is_current(key[1])]

@@ -44,6 +44,8 @@ class Supervisor:
     restarts: int
     processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
+    last: dict[str, ChildProcess] = field(default_factory=dict)
+    """The last child of each name. Any thread may read it."""
     _children: list[ChildProcess] = field(default_factory=list)
     _stopping: set[ChildProcess] = field(default_factory=set)
     _make_process: ProcessFactory | None = None
@@ -78,21 +80,6 @@ class Supervisor:
         early, self._early = self._early, []
         for each in early:
             self._on_end(*each)
-
-    def is_exiting(self, name: str) -> bool:
-        """Return whether a child has ended or ends now. In any thread."""
-        child = self._child(name)
-        return child is not None and child.is_exiting()
-
-    async def exit_reason(self, name: str) -> str:
-        """Wait for the end of a child that ends now; return how it has ended, or ""."""
-        child = self._child(name)
-        return "" if child is None else await child.exit_reason()
-
-    def _child(self, name: str) -> ChildProcess | None:
-        """Return the last child of this name. In any thread."""
-        children = [each for each in [*self._children] if each.name == name]
-        return children[-1] if children else None
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:
@@ -149,7 +136,7 @@ class Supervisor:
 
     def _is_joining(self, name: str) -> bool:
         """Return whether the last child of this name is on its way into the world."""
-        child = self._child(name)
+        child = self.last.get(name)
         if child is None or child in self._stopping:
             return False
         return not (child.has_entered or child.ended.done())
@@ -160,7 +147,7 @@ class Supervisor:
         Raises:
             ValueError: if no such child is alive.
         """
-        child = self._child(name)
+        child = self.last.get(name)
         if child is None or child.ended.done():
             alive = ", ".join(each.name for each in self._children if not each.ended.done())
             raise ValueError(f"{name!r} is not a child of this world; there are: {alive or 'none'}")
@@ -174,6 +161,8 @@ class Supervisor:
         if child.release() and child in self._children:
             self._children.remove(child)
             self._stopping.discard(child)
+            if self.last.get(child.name) is child:
+                del self.last[child.name]
 
     def _start(self, config: WorkerConfig) -> None:
         self._supervise(self._begin(config), config)
@@ -185,6 +174,7 @@ class Supervisor:
         output = None if self._logs is None else self._logs.open(config.name)
         child = ChildProcess(self._make_process, config, self.main, self.args, output)
         self._children.append(child)
+        self.last[child.name] = child
         return child
 
     def _supervise(self, child: ChildProcess, config: WorkerConfig) -> None:
@@ -198,7 +188,7 @@ class Supervisor:
         if self._membership is None and child.has_entered:
             self._early.append((child, config, failure))
             return
-        if self._child(config.name) not in (child, None):  # one that was frozen, say
+        if self.last.get(config.name, child) is not child:  # one that was frozen, say
             log.warning("a former process of worker %r has ended: %s", config.name, failure)
             self._release(child)
             return
@@ -262,6 +252,7 @@ class Supervisor:
         await run_in_thread(self._reap, "aiorpc-reaper")
         # The last reference to a server ends it, and the failure detector refers to this object.
         self._children.clear()
+        self.last.clear()
         self._make_process = None
 
     def _has_failed(self, child: ChildProcess) -> bool:

@@ -314,7 +314,10 @@ async def _one_port(config: WorkerConfig, meeting: Meeting) -> AsyncIterator[One
 
 @contextlib.asynccontextmanager
 async def _entered(
-    config: WorkerConfig, children: Children | None, meeting: Meeting, one_port: OnePort | None
+    config: WorkerConfig,
+    children: Children | None,
+    meeting: Meeting,
+    one_port: OnePort | None,
 ) -> AsyncIterator[Worker]:
     registration, port, members = config.registration(), meeting.port, Peers(config.name)
     if one_port is not None:

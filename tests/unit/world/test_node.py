@@ -88,19 +88,21 @@ def enter(node: Node, member: PeerInfo) -> None:
 
 
 class Exiting:
-    """Children that end, nothing tells how."""
+    """A child that ends, nothing tells how."""
 
-    def is_exiting(self, name: str) -> bool:
+    def is_exiting(self) -> bool:
         return True
 
-    async def exit_reason(self, name: str) -> str:
+    async def wait_for_exit(self) -> None: ...
+
+    def exit_reason(self) -> str:
         return ""
 
 
 async def test_a_loss_that_is_noticed_by_a_call_that_was_not_sent() -> None:
     """It tells nothing of the calls that were."""
     async with two_ends() as ends:
-        ends.near.membership._children = Exiting()
+        ends.near.membership._children = {"far": Exiting()}
         running = asyncio.ensure_future(call("far", gated, 1))
         await ends.gate.wait_for()
         noticed = WorkerLost("far", "its block has failed", may_have_run=False)
