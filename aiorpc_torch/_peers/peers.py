@@ -33,7 +33,7 @@ class State(enum.Enum):
 
 
 class Attachment(enum.Enum):
-    """Whether a worker of a world that `init_rpc` has started serves, as it has told."""
+    """Service of a worker in a world that `init_rpc` has started, as it has told."""
 
     UNKNOWN = "it has not answered yet"
     ATTACHED = "it serves"

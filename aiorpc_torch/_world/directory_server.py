@@ -10,6 +10,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
@@ -78,9 +79,9 @@ class DirectoryServer:
         task = self._loop.create_task(self._talk(number, accepted))
         self._unregistered[number] = task
         self._tasks.add(task)
-        task.add_done_callback(lambda _: self._end(number, task, accepted))
+        task.add_done_callback(partial(self._end, number, accepted))
 
-    def _end(self, number: int, task: "asyncio.Task[None]", accepted: socket.socket) -> None:
+    def _end(self, number: int, accepted: socket.socket, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         self._unregistered.pop(number, None)
         accepted.close()  # the task may not have begun
