@@ -19,30 +19,38 @@ Modules: `aiorpc_torch.autograd`, `aiorpc_torch.observe`, `aiorpc_torch.training
 Names with a leading underscore are private.
 """
 
-# The packages. Imports go down this list only; `_batching`, `_client` and `_server` do not import
-# each other.
+# The packages. Imports go down this list only. `_batching`, `_client` and `_server` do not import
+# each other, nor do `_node` and `autograd`, nor the seven from `_carrier` to `_turns`.
 #
-#     __main__    the command line
-#     _top        the viewer of running workers: probes, model, terminal
-#     observe     counters, traces and metrics
-#     training    versioned weights, staleness and replay, on the public names alone
-#     testing     worlds, gates and leak checks for the tests of users
-#     types       the types of what the library returns
-#     _world      the node, membership, directory, shutdown, child processes
-#     _stats      counters of this process
-#     autograd    contexts and optimizers of distributed autograd
-#     _batching   @batched: policies, scheduler, queue, collation, results
-#     _client     calls out: connection pool, connections, pending calls, streams in
-#     _server     calls in: sessions, dispatch, executor, streams out
-#     _protocol   names, exclusive objects, recorded calls, entry points for torch RPC
-#     _peers      what a worker knows of the others: records, states, the log of changes
-#     _carrier    large tensors: in shared memory, or on sockets of their own
-#     _wire       what travels: frames, codec, state machines of both ends, handshake
-#     _torch      the adapter to torch.distributed.rpc and to private interfaces
-#     _port       one TCP port of a worker, and TLS on it
-#     _aio        primitives of asyncio and threads, without torch
-#     _names      which module the public names are shown as
-#     errors      exceptions that callers catch
+#     __main__     the command line
+#     _doctor      checks of this machine: python -m aiorpc_torch doctor
+#     _top         the viewer of running workers: probes, model, terminal
+#     observe      counters, traces and metrics
+#     training     versioned weights, staleness and replay, on the public names alone
+#     testing      worlds, gates and leak checks for the tests of users
+#     types        the types of what the library returns
+#     _children    local worlds: child processes, their start, their output, their supervisor
+#     _world       the life of a worker: its start, its connection to the directory, its shutdown
+#     _inspection  counters, calls in flight, stacks, the snapshots that top shows
+#     _node        the node of a worker: configuration, membership, departures, named objects of all
+#     autograd     contexts and optimizers of distributed autograd
+#     _batching    @batched: policies, scheduler, queue, collation, results
+#     _client      calls out: connection pool, connections, pending calls, streams in
+#     _server      calls in: sessions, dispatch, executor, streams out
+#     _endpoint    the current node, entry points for torch RPC, named objects of this worker
+#     _carrier     large tensors: in shared memory, or on sockets of their own
+#     _channel     the driver of one connection, for both ends
+#     _context     context variables and autograd records that travel with calls, interceptors
+#     _directory   rank 0's list of living members: state machine, server, the place to find it
+#     _handles     what remote returns, and errors that explain a mistaken use
+#     _peers       what a worker knows of the others: records, states, the log of changes
+#     _turns       turns on exclusive objects
+#     _wire        what travels: frames, codec, state machines of both ends, handshake
+#     _torch       the adapter to torch.distributed.rpc and to private interfaces
+#     _port        one TCP port of a worker, TLS on it, the network interface
+#     _aio         primitives of asyncio and threads, without torch
+#     _names       which module the public names are shown as
+#     errors       exceptions that callers catch
 
 from typing import TYPE_CHECKING
 
@@ -51,20 +59,20 @@ from ._aio.deadlines import seconds_left, timeout
 from ._batching.decorator import batched
 from ._batching.policies import Fill, Round
 from ._batching.results import Broadcast
+from ._children.local import local_world, run_local
 from ._client.api import call, create, fetch, proxy, remote, supervised
 from ._client.group import Group, each
 from ._client.lookup import lookup
 from ._client.named_members import members
+from ._endpoint.names import register, unregister
 from ._names import attributes_of as _attributes_of, show_as as _show_as
 from ._port.tls import Tls
-from ._protocol.names import register, unregister
 from ._server.exclusive import exclusive
 from ._server.torch_clients import async_execution
 from ._torch.public_rref import RRef
 from ._torch.transport import wrap_future
 from ._version import __version__ as __version__
 from ._world.attach import attach
-from ._world.local import local_world, run_local
 from ._world.thread import in_thread
 from ._world.worker import worker
 from .errors import (

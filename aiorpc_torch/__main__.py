@@ -2,8 +2,8 @@
 
 import argparse
 
+from ._doctor import run_checks
 from ._top.terminal import run_top
-from ._world.doctor import run_checks
 
 
 def main(arguments: list[str] | None = None) -> int:

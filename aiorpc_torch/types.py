@@ -5,6 +5,7 @@ async def main(me: aiorpc.types.Worker) -> None: ...
 
 from ._batching.collate import Device as Device
 from ._batching.policies import Policy as Policy
+from ._children.local import LocalWorker as LocalWorker
 from ._client.api import Workers as Workers
 from ._client.group import AnyMember as AnyMember, Items as Items
 from ._client.group_call import GroupCall as GroupCall, GroupResults as GroupResults
@@ -18,11 +19,10 @@ from ._client.proxies import (
     SupervisedProxy as SupervisedProxy,
 )
 from ._client.supervised import Supervised as Supervised
+from ._node.config import OnFailure as OnFailure
 from ._peers.changes import Change as Change
 from ._server.exports import Export as Export
 from ._torch.devices import DeviceMaps as DeviceMaps
-from ._world.config import OnFailure as OnFailure
-from ._world.local import LocalWorker as LocalWorker
 from ._world.thread import WorkerThread as WorkerThread
 from ._world.worker import Worker as Worker
 from .errors import RemoteTraceback as RemoteTraceback

@@ -24,9 +24,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._world.directory import Directory
-from aiorpc_torch._world.directory_server import DirectoryServer
-from aiorpc_torch._world.directory_stream import encode
+from aiorpc_torch._directory.directory import Directory
+from aiorpc_torch._directory.directory_server import DirectoryServer
+from aiorpc_torch._directory.directory_stream import encode
 
 from ._compare import lay_out, machine
 from ._hosts import Host, hosts

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, remote
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._server import server as servers
 from aiorpc_torch._server.listener import MAX_UNPROVEN, PROOF_TIMEOUT, Listener
 from aiorpc_torch._wire.frames import CALLS, HEADER
@@ -76,7 +76,7 @@ _listeners: list[Listener] = []
 
 async def listen() -> Addresses:
     """Return the addresses of this worker; open a TCP port if it has none."""
-    server = endpoints.serving()
+    server = entry_points.serving()
     assert isinstance(server, servers.Server)
     assert server._listener is not None
     _listeners.append(server._listener)

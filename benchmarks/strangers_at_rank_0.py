@@ -25,12 +25,12 @@ from typing import Any
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._directory.directory_messages import Register
+from aiorpc_torch._directory.directory_server import MAX_UNREGISTERED
+from aiorpc_torch._directory.directory_stream import encode, greeting
+from aiorpc_torch._directory.registration import Registration
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._server import server as servers
-from aiorpc_torch._world.directory_messages import Register
-from aiorpc_torch._world.directory_server import MAX_UNREGISTERED
-from aiorpc_torch._world.directory_stream import encode, greeting
-from aiorpc_torch._world.registration import Registration
 
 from ._compare import lay_out, machine
 from ._peers_process import process
@@ -109,7 +109,7 @@ async def visit(address: tuple[str, int], data: bytes | None) -> None:
 
 async def listen() -> tuple[str, int]:
     """Let this worker listen at a TCP port, as for peers of other hosts; return the address."""
-    server = endpoints.serving()
+    server = entry_points.serving()
     assert isinstance(server, servers.Server)
     server.listen_at("127.0.0.1")
     assert server._listener is not None

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and se
 import pytest
 from hypothesis import Phase, settings
 
-from aiorpc_torch._world import forkserver
+from aiorpc_torch._children import forkserver
 from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
 from tests.support.tensor_ways import set_way

@@ -10,8 +10,8 @@ from types import MethodType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from .._aio.identity import WeakIdentityDict
-from .._protocol.endpoints import serving
-from .._protocol.runtime import (
+from .._endpoint.entry_points import serving
+from .._endpoint.runtime import (
     in_event_loop,
     mark_runs_on_loop,
     run_for_torch_client,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._protocol.runtime import in_thread
+from .._endpoint.runtime import in_thread
 from .._torch.cuda import fence_tree
 from .collate import Collator, Device, collate
 from .cuda_collate import CudaCollator

@@ -13,10 +13,10 @@ from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
-from .._protocol.endpoints import serving
-from .._protocol.exclusive import is_exclusive, own_call_error, own_turn, turns_of
-from .._protocol.interception import CallInfo, End, caller_context, enter_batch
-from .._protocol.recording import ContextRecord, current_record, enter_record
+from .._context.interception import CallInfo, End, caller_context, enter_batch
+from .._context.recording import ContextRecord, current_record, enter_record
+from .._endpoint.entry_points import serving
+from .._turns.turns import is_exclusive, own_call_error, own_turn, turns_of
 from .._wire.ancestry import (
     BatchId,
     BatchScope,

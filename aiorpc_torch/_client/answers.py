@@ -3,7 +3,7 @@
 import logging
 from typing import Any, NoReturn, TypeGuard
 
-from .._protocol.recording import without_gradient_parts
+from .._context.recording import without_gradient_parts
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
 from .._wire.exceptions import RemoteFailure

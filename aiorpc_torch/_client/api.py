@@ -17,8 +17,8 @@ import torch
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
-from .._protocol.handles import described, of_handle
-from .._protocol.mistakes import await_hint
+from .._handles.handles import described, of_handle
+from .._handles.mistakes import await_hint
 from .._torch.compat import RRefBase, WorkerInfo
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget

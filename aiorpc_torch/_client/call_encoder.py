@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._protocol.recording import current_record
+from .._context.recording import current_record
 from .._torch import rrefs
 from .._torch.compat import current_context_id
 from .._torch.rrefs import RRefId

@@ -22,12 +22,12 @@ import torch
 from .._aio.deadlines import in_seconds
 from .._aio.tasks import InlineFuture, resume_all
 from .._carrier.choice import Carriers
+from .._channel import Channel, channel_repr
+from .._context import propagation
+from .._context.interception import TRACER, CallInfo, Kind, begin_call, is_needed
+from .._context.recording import RecordedCall, record_for_call
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, State
-from .._protocol import propagation
-from .._protocol.channel import Channel, channel_repr
-from .._protocol.interception import TRACER, CallInfo, Kind, begin_call, is_needed
-from .._protocol.recording import RecordedCall, record_for_call
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.switches import warn_of_autocast

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
-from .._protocol.handles import described, of_handle
-from .._protocol.mistakes import await_hint, refuse_attribute
+from .._handles.handles import described, of_handle
+from .._handles.mistakes import await_hint, refuse_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.messages import Arguments

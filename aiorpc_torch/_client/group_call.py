@@ -18,7 +18,7 @@ from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
-from .._protocol.interception import CallInfo, End, begin_group, is_needed
+from .._context.interception import CallInfo, End, begin_group, is_needed
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.exceptions import try_add_note

@@ -25,7 +25,7 @@ from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier, in_seco
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
-from .._protocol.interception import CallInfo, End, begin_group, is_needed
+from .._context.interception import CallInfo, End, begin_group, is_needed
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name

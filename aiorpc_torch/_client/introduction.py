@@ -12,10 +12,10 @@ from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
 from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
+from .._endpoint import entry_points
 from .._peers.peers import Peer, Peers
 from .._port.dialer import Dialer
 from .._port.tls import TlsError
-from .._protocol import endpoints
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import (
@@ -181,7 +181,7 @@ class Introductions:
         me = self._members.me
         data = dump((me.name, me.number))
         try:
-            answer = await wrap_future(send(peer.member.info, endpoints.introduce, data))
+            answer = await wrap_future(send(peer.member.info, entry_points.introduce, data))
         except Exception as exc:
             raise classify_error(exc, peer.name) from None
         if isinstance(answer, RemoteFailure):

@@ -9,7 +9,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, in_seconds, time_left
 from .._aio.waiting import LOG_DELAY, announced
-from .._protocol.names import watch_name
+from .._endpoint.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, RemoteError, WorkerLost

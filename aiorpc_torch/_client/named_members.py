@@ -14,8 +14,8 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
-from .._protocol import endpoints
-from .._protocol.mistakes import refuse_attribute
+from .._endpoint import entry_points
+from .._handles.mistakes import refuse_attribute
 from ..errors import CallTimeout, NotInWorld
 from .group import AnyMember, Group, Items
 from .group_map import MapResults
@@ -245,6 +245,6 @@ def members(name: str) -> NamedMembers[Any]:
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     current()
-    node = endpoints.current()
+    node = entry_points.current()
     assert node is not None
     return NamedMembers(_Watch(name, node.registry))

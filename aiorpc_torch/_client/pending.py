@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._aio.tasks import InlineFuture
-from .._protocol.interception import End
+from .._context.interception import End
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import FlowWindow
 from .._wire.exceptions import RemoteFailure

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .._aio.loops import call_soon
+from .._endpoint import entry_points
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers
-from .._protocol import endpoints
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.rrefs import owner_name, past_ids, split_past_name
@@ -59,7 +59,7 @@ class ConnectionPool:
         max_restarts: int | None = None,
     ) -> None:
         self.worker = members.name
-        self.refusal = endpoints.NO_WORLD
+        self.refusal = entry_points.NO_WORLD
         self._members = members
         self._observer = observer
         self._introductions = introductions
@@ -364,7 +364,7 @@ AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.ini
 
 def find_current() -> ConnectionPool | None:
     """Return the pool of this process, None if it can make no calls."""
-    node = endpoints.here
+    node = entry_points.here
     return None if node is None or node.pool.refusal else node.pool
 
 
@@ -375,8 +375,8 @@ def current() -> ConnectionPool:
         NotInWorld: if this process is in no world.
     """
     if (pool := find_current()) is None:
-        node = endpoints.here
-        raise NotInWorld(endpoints.NO_WORLD if node is None else node.pool.refusal)
+        node = entry_points.here
+        raise NotInWorld(entry_points.NO_WORLD if node is None else node.pool.refusal)
     return pool
 
 
@@ -388,7 +388,7 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         UnknownWorker: if there is no such worker.
         WorkerGone: if the worker is known to be gone.
     """
-    node = endpoints.here
+    node = entry_points.here
     pool: ConnectionPool = current() if node is None or node.pool.refusal else node.pool
     if not isinstance(worker, RRefBase):
         return pool.connection(pool.find(worker))

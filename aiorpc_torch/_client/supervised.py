@@ -15,7 +15,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import in_seconds
 from .._aio.loops import run_on_loop
-from .._protocol.mistakes import refuse_attribute
+from .._handles.mistakes import refuse_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted

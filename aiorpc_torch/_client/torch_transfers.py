@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from .._carrier.choice import Carriers
-from .._protocol import endpoints
-from .._protocol.recording import RecordedCall
+from .._context.recording import RecordedCall
+from .._endpoint import entry_points
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
 from .._wire.blocks import can_place
@@ -110,9 +110,9 @@ class TorchTransfers:
         data, tensors = message_for_torch(dump_payload(self._key, context, calls), table)
         self._owner.on_payload_sent(len(data) + sum(map(size_of, tensors)))
         if recorded is None:
-            return send(self._peer, endpoints.payload, data, tensors)
+            return send(self._peer, entry_points.payload, data, tensors)
         with torch.enable_grad(), enter_context_id(context):
-            return send(self._peer, endpoints.payload, data, recorded.attach_arguments(tensors))
+            return send(self._peer, entry_points.payload, data, recorded.attach_arguments(tensors))
 
     def _on_reply(self, number: int, answer: Any, recorded: RecordedCall | None) -> None:
         """Deliver the results in the reply to a payload."""
@@ -144,7 +144,7 @@ class TorchTransfers:
         self._owner.on_payload_sent(0)
         peer = self._peer.name
         try:
-            answer = send(self._peer, endpoints.collect, dump((self._key, key)))
+            answer = send(self._peer, entry_points.collect, dump((self._key, key)))
         except Exception as exc:  # the callee still holds it
             self._owner.release_held(key[0] if isinstance(key, tuple) else key)
             # Later: the connection is about to resume the callers of other results.

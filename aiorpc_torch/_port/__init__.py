@@ -1,1 +1,1 @@
-"""One TCP port for all connections of a worker with other hosts, and TLS on them."""
+"""One TCP port for a worker's connections with other hosts, TLS, the network interface."""

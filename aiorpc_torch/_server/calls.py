@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import set_deadline
-from .._protocol.interception import CallInfo, End, Kind, enter_call
-from .._protocol.mistakes import note_rref
-from .._protocol.recording import ContextRecord, enter_record
-from .._protocol.timings import timings
+from .._context.interception import CallInfo, End, Kind, enter_call
+from .._context.recording import ContextRecord, enter_record
+from .._handles.mistakes import note_rref
 from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event, profiler_enabled
@@ -38,6 +37,7 @@ from .._wire.tensors import small_tensor
 from ..errors import WorkerLost
 from .reply import DeferredReply
 from .session import Session
+from .timings import timings
 
 _TAKEN: Arguments = (), {}
 

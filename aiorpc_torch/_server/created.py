@@ -25,8 +25,8 @@ from typing import Any
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
 from .._aio.threads import run_in_thread
-from .._protocol.exclusive import is_exclusive, own_turn
-from .._protocol.runtime import runs_on_loop
+from .._endpoint.runtime import runs_on_loop
+from .._turns.turns import is_exclusive, own_turn
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -19,14 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import deadline_after
-from .._protocol import propagation
-from .._protocol.exclusive import is_exclusive, turns_of
-from .._protocol.interception import TRACER, is_needed
-from .._protocol.runtime import runs_on_loop, warn_if_switch_is_void
-from .._protocol.timings import timings
+from .._context import propagation
+from .._context.interception import TRACER, is_needed
+from .._endpoint.runtime import runs_on_loop, warn_if_switch_is_void
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
 from .._torch.profiling import profiler_enabled
+from .._turns.turns import is_exclusive, turns_of
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
@@ -40,6 +39,7 @@ from .executor import Executor
 from .exports import ExportPolicy
 from .session import Payload, Session
 from .stream_writer import StreamCall
+from .timings import timings
 
 log = logging.getLogger("aiorpc_torch")
 

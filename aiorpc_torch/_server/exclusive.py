@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from .._protocol.exclusive import EXCLUSIVE, own_turn, turns_of
+from .._turns.turns import EXCLUSIVE, own_turn, turns_of
 from .._wire.ancestry import add_scope, ancestor_batches
 from .torch_clients import COROUTINE, async_execution
 

@@ -7,7 +7,7 @@ call back.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._protocol.exclusive import Turn, Turns
+from .._turns.turns import Turn, Turns
 from .._wire.ancestry import NO_BATCHES, enter_scopes
 from .calls import CreateCall, RpcCall, ServerCall
 from .stream_writer import StreamCall

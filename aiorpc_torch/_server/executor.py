@@ -15,7 +15,7 @@ from .._aio.deadlines import set_deadline
 from .._aio.entry_queue import EntryQueue
 from .._aio.tasks import start_task, warn_if_blocking
 from .._aio.threads import DaemonThreadPool
-from .._protocol.recording import enter_record
+from .._context.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
 from .._wire.ancestry import enter_scopes

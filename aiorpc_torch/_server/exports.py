@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._protocol.names import ALWAYS_EXPORTED
+from .._endpoint.names import ALWAYS_EXPORTED
 from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (

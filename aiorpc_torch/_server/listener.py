@@ -20,11 +20,11 @@ from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
+from .._channel import Channel
 from .._peers.peers import Peer
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
 from .._port.strangers import LEFT, Strangers, host_of
-from .._protocol.channel import Channel
 from .._wire.handshake import (
     CALLS,
     HELLO,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._protocol.recording import ContextRecord
+from .._context.recording import ContextRecord
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.sendable import check_tensors

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
+from .._context.interception import is_needed
+from .._context.recording import record_of_torch_context
+from .._endpoint.entry_points import completed_future
+from .._endpoint.name_table import NameTable
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers
 from .._port.port import Port
-from .._protocol.endpoints import completed_future
-from .._protocol.interception import is_needed
-from .._protocol.name_table import NameTable
-from .._protocol.recording import record_of_torch_context
 from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree

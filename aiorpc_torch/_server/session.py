@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .._carrier.choice import Carriers
+from .._channel import Channel, channel_repr
 from .._peers.peers import Peer, State
-from .._protocol.channel import Channel, channel_repr
 from .._torch import devices
 from .._torch.rrefs import RRefId
 from .._wire.columns import FAILED, CellKind

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
-from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
+from .._endpoint.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
 from .._torch.compat import RemoteException
 from .._torch.sendable import check_tensors
 from .._torch.tree import tensors_in

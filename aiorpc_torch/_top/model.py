@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._protocol.timings import SHORTEST, STEPS
+from .._server.timings import SHORTEST, STEPS
 from .probe import Sample
 
 WINDOW = 10.0  # seconds of samples that are kept: for quantiles, and for queues that grow

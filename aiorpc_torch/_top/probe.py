@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .._aio.unix_sockets import connect_unix, is_same_user, peer_pid
-from .._world.watched import PREFIX
+from .._inspection.snapshot_socket import PREFIX
 
 SOCKETS = Path("/proc/net/unix")
 LISTENS = "00010000"  # in the column of the flags

@@ -1,1 +1,1 @@
-"""The life of a worker: directory, start, failure detection, shutdown, children."""
+"""The life of a worker in its world: start, connection to the directory, shutdown."""

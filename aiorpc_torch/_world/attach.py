@@ -2,7 +2,7 @@
 
 torch's RPC stays the program's own. There is no directory, so a peer that died has no
 replacement process; `Attachments` knows which peers serve. Without a world size, torch's agents
-tell each other of the workers that enter and leave (`endpoints`).
+tell each other of the workers that enter and leave (`_endpoint.entry_points`).
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from .._aio.fork import forks_exit_here
 from .._aio.tasks import run_to_end
 from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
+from .._endpoint import entry_points
+from .._handles.mistakes import mistakes_explained
+from .._inspection.snapshot_socket import offered
+from .._node.config import NodeConfig
+from .._node.node import Node
 from .._peers.peers import Peers
-from .._protocol import endpoints
-from .._protocol.mistakes import mistakes_explained
+from .._port import network
 from .._server.exports import Export, checked_exports
 from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_running
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotInWorld
-from . import network
-from .config import NodeConfig
-from .node import Node
-from .watched import offered
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
@@ -88,13 +88,15 @@ async def attach(
         heartbeat=heartbeat,
         exports=None if exports is None else checked_exports(exports),
     )
-    if endpoints.current() is not None:
-        raise RuntimeError(endpoints.IN_A_WORLD)
+    if entry_points.current() is not None:
+        raise RuntimeError(entry_points.IN_A_WORLD)
     if not is_running():
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
     host = _host(interface)
     attached = _Attached(config, Peers(agent_name(), is_attached=True))
-    endpoints.enter(attached.node)  # before torch's table is read: no later change of it is missed
+    entry_points.enter(
+        attached.node
+    )  # before torch's table is read: no later change of it is missed
     with offered(attached.node, init_method()):
         try:
             attached.enter(host, adopt_agent())
@@ -168,7 +170,7 @@ class _Attached:
             await asyncio.wait(self._tasks)
         self._attachments.close()
         await self._close()
-        endpoints.leave(self.node)
+        entry_points.leave(self.node)
         free_dead_thread_states()
 
     async def _close(self) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from .._directory.registration import Registration
 from .._torch.devices import NamedDeviceMaps
-from .registration import Registration
 
 log = logging.getLogger("aiorpc_torch")
 

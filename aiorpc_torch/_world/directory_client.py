@@ -17,6 +17,19 @@ from typing import TYPE_CHECKING, TypeVar
 from .._aio.fork import close_on_fork
 from .._aio.threads import run_in_thread
 from .._aio.waiting import WaitReport
+from .._directory import directory_messages as wire
+from .._directory.directory_messages import ToWorker, read_to_worker
+from .._directory.directory_server import DirectoryServer
+from .._directory.directory_stream import (
+    ANY_WORLD,
+    NoDirectoryError,
+    Stream,
+    encode,
+    greeting,
+    open_stream,
+)
+from .._directory.meeting import RETRY_INTERVAL, Meeting
+from .._directory.registration import Registration
 from .._port.port import Port
 from .._port.purposes import DIRECTORY
 from .._port.tls import TlsError
@@ -24,15 +37,9 @@ from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
 from ..errors import WorkerLost, WorldTimeout
-from . import directory_messages as wire
-from .directory_messages import ToWorker, read_to_worker
-from .directory_server import DirectoryServer
-from .directory_stream import ANY_WORLD, NoDirectoryError, Stream, encode, greeting, open_stream
-from .meeting import RETRY_INTERVAL, Meeting
-from .registration import Registration
 
 if TYPE_CHECKING:
-    from .node import Node
+    from .._node.node import Node
 
 log = logging.getLogger("aiorpc_torch")
 

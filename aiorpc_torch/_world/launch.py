@@ -10,9 +10,9 @@ import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from .._node.config import new_local_url
 from .._port.tls import Tls
 from .._torch.agent import process_worker_id
-from .config import new_local_url
 from .hostlist import expand_hosts
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -15,10 +15,10 @@ import anyio
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
+from .._node.node import Node
 from .._torch.agent import Agent, is_running
 from .._torch.thread_state import free_dead_thread_states
 from .directory_client import DirectoryClient
-from .node import Node
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -10,16 +10,16 @@ from urllib.parse import urlsplit
 
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
+from .._directory.directory_messages import Entering
+from .._directory.registration import assign_worker_ids
+from .._node.config import WorkerConfig
+from .._port import network
 from .._torch.agent import Agent, PeerInfo, channel_names
 from .._torch.devices import DeviceRoutes, NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
-from . import network
-from .config import WorkerConfig
 from .device_maps import resolve_device_maps
 from .directory_client import DirectoryClient
-from .directory_messages import Entering
 from .one_port import OnePort, channels_at_port
-from .registration import assign_worker_ids
 
 log = logging.getLogger("aiorpc_torch")
 

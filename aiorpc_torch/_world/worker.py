@@ -15,30 +15,30 @@ from .._aio.signals import graceful_signals
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._client.introduction import Introductions
+from .._directory.meeting import Meeting
+from .._endpoint import entry_points
+from .._handles.mistakes import mistakes_explained
+from .._inspection.dump import dump_on_signal
+from .._inspection.snapshot_socket import offered
+from .._node.config import OnFailure, WorkerConfig
+from .._node.membership import Children
+from .._node.node import Node, host_for
 from .._peers.changes import Change
 from .._peers.peers import Peers
 from .._port.dialer import Dialer
+from .._port.network import loopback_only, requested_interface
 from .._port.port import Port
 from .._port.tls import Tls
-from .._protocol import endpoints
-from .._protocol.mistakes import mistakes_explained
 from .._server.exports import Export, checked_exports
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
-from .config import OnFailure, WorkerConfig
 from .directory_client import DirectoryClient
-from .dump import dump_on_signal
 from .launch import is_single_host, meeting_url, port_settings, rank_and_size
-from .meeting import Meeting
-from .membership import Children
-from .network import loopback_only, requested_interface
-from .node import Node, host_for
 from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
-from .watched import offered
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -325,7 +325,7 @@ async def _entered(
     introductions = None if port is None else Introductions(members, dialer=Dialer(port.tls))
     node = Node(members, config, children, introductions)
     directory = DirectoryClient(meeting, registration, config.start_timeout, port)
-    endpoints.enter(node)  # before torch starts: a quicker peer may call already
+    entry_points.enter(node)  # before torch starts: a quicker peer may call already
     try:
         with cpp_warnings_hidden():
             startup = Startup(config, directory, node.server.set_device_routes, one_port)
@@ -335,7 +335,7 @@ async def _entered(
                 async with _running(config, node, directory, agent, workers, port) as me:
                     yield me
     finally:
-        endpoints.leave(node)
+        entry_points.leave(node)
         await run_to_end(asyncio.create_task(directory.close()))
 
 

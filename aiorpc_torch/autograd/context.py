@@ -1,7 +1,7 @@
 """Contexts of torch's distributed autograd that follow the tasks of their opener.
 
 torch cannot interrupt a backward, and one that another worker never answers keeps its thread. So
-each has a cached thread of its own, and blocks nothing else. `_protocol.recording` records the
+each has a cached thread of its own, and blocks nothing else. `_context.recording` records the
 calls.
 """
 
@@ -16,7 +16,7 @@ from .._aio.deadlines import deadline_in, time_left
 from .._aio.interruption import interruptible
 from .._aio.threads import ThreadCache, run_in_thread
 from .._client.pool import current as current_pool
-from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
+from .._context.recording import ContextRecord, current_record, enter_record, wait_until_settled
 from .._torch.compat import backward, get_gradients, new_context, release_context
 from .._torch.transport import enter_context_id
 from .._wire.exceptions import try_add_note

@@ -10,11 +10,11 @@ The modules of this package are written on its own names and those of `aiorpc_to
 """
 
 from .._batching.stats import BatchStats
+from .._context.interception import CallInfo, Interceptor, intercept
+from .._context.propagation import propagate
+from .._inspection.calls_in_flight import PendingCall, pending
+from .._inspection.counters import Stats, stats
 from .._names import show_as as _show_as
-from .._protocol.interception import CallInfo, Interceptor, intercept
-from .._protocol.propagation import propagate
-from .._stats import Stats, stats
-from .._world.pending import PendingCall, pending
 
 _OF_OTHERS = (
     "stats",

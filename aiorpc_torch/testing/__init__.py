@@ -21,11 +21,11 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 from torch.futures import Future
 
 from .._aio.loops import LoopFactory
+from .._children.local import LocalWorker, local_world
+from .._children.processes import Logs, Start
+from .._node.config import Initializer
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps
-from .._world.config import Initializer
-from .._world.local import LocalWorker, local_world
-from .._world.processes import Logs, Start
 from . import limits as limits
 from .connections import (
     ConnectionInfo as ConnectionInfo,

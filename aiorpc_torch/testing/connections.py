@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .._client import pool
-from .._protocol import endpoints
+from .._endpoint import entry_points
 from ..errors import RpcError
 
 Carrier = Literal["shared memory", "sockets", "torch"]
@@ -181,5 +181,5 @@ def _holds_memory(end: Any) -> bool:
 
 
 def _sessions() -> Any:
-    node: Any = endpoints.current()
+    node: Any = entry_points.current()
     return node.server.sessions

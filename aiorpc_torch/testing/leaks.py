@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .._aio.threads import join_all
-from .._protocol import endpoints
-from .._protocol.endpoints import Endpoint
-from .._stats import stats
+from .._children.forkserver import server_pid
+from .._endpoint import entry_points
+from .._endpoint.entry_points import Endpoint
+from .._inspection.counters import stats
 from .._world.directory_client import WORLD_TASK
-from .._world.forkserver import server_pid
 
 Process = tuple[int, str]  # pid and start time, since pids are reused
 
@@ -65,7 +65,7 @@ class Snapshot:
     @classmethod
     def take(cls) -> "Snapshot":
         """Return a snapshot of now."""
-        return cls(endpoints.serving(), stats().in_flight, _threads(), frozenset(_children()))
+        return cls(entry_points.serving(), stats().in_flight, _threads(), frozenset(_children()))
 
     def leftovers(self) -> list[str]:
         """Describe everything that is new since the snapshot."""
@@ -83,11 +83,11 @@ class Snapshot:
             yield f"{pending} pending call{'s' * (pending > 1)}"
 
     def _world_left(self) -> Iterator[str]:
-        if endpoints.serving() not in (None, self.world):
+        if entry_points.serving() not in (None, self.world):
             yield "a world that was not left"
 
     def _threads_left(self) -> Iterator[str]:
-        if endpoints.serving() is not None:
+        if entry_points.serving() is not None:
             return  # the threads belong to the world
         new = _threads() - self.threads
         join_all(new, THREADS)

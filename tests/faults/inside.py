@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import WorkerLost
+from aiorpc_torch import WorkerLost, _channel as channel
 from aiorpc_torch._aio import threads
 from aiorpc_torch._aio.segments import Segment
 from aiorpc_torch._batching import queue as batch_queue
@@ -27,13 +27,14 @@ from aiorpc_torch._carrier.socket_threads import SocketReceiver
 from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
-from aiorpc_torch._protocol import channel, endpoints, exclusive
+from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._node.node import Node
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._torch import transport
+from aiorpc_torch._turns import turns as exclusive
 from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.node import Node
 from aiorpc_torch.observe import stats
 
 from .loop import SteppingLoop
@@ -47,7 +48,7 @@ CALLBACK = 0.5  # real seconds that the callback of a future may take
 
 
 def server() -> Server:
-    found = endpoints.serving()
+    found = entry_points.serving()
     assert isinstance(found, Server)
     return found
 
@@ -59,7 +60,7 @@ def connections() -> list[Connection]:
 
 
 def sessions() -> list[Session]:
-    return [] if endpoints.serving() is None else [*server().sessions.values()]
+    return [] if entry_points.serving() is None else [*server().sessions.values()]
 
 
 def end_at_caller() -> None:
@@ -77,7 +78,7 @@ def end_at_callee() -> None:
 def lose_peer() -> None:
     """Tell both sides that the other process is lost, as the failure detector does."""
     found = pool.find_current()
-    if found is not None and endpoints.serving() is not None:
+    if found is not None and entry_points.serving() is not None:
         found.on_peer_lost(ME, WorkerLost(ME, "killed by the search"))
         server().sessions.cancel_calls_of(ME)
     end_at_caller()
@@ -120,7 +121,7 @@ def snapshot() -> Counter[str]:
 
 
 def _of_registry() -> dict[str, int]:
-    if not isinstance(node := endpoints.current(), Node):
+    if not isinstance(node := entry_points.current(), Node):
         return {}
     found = node.registry
     return {
@@ -209,7 +210,7 @@ def _of_process() -> Counter[str]:
     for owner in exclusive._turns.owners():
         turns = exclusive.turns_of(owner)
         found["turns"] += (turns.holder is not None) + len(turns._queue)
-    if endpoints.serving() is not None:
+    if entry_points.serving() is not None:
         found["calls of torch clients"] += len(server()._torch_calls)
         found["calls of ended sessions"] += sum(
             len(each.calls) for each in server().sessions._ended

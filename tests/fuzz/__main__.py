@@ -15,8 +15,11 @@ CORPUS = Path(__file__).parent / "corpus"
 INSTRUMENTED = (
     "aiorpc_torch._wire",
     "aiorpc_torch._carrier",
-    "aiorpc_torch._protocol",
-    "aiorpc_torch._world.departures",
+    "aiorpc_torch._channel",
+    "aiorpc_torch._context",
+    "aiorpc_torch._directory",
+    "aiorpc_torch._endpoint",
+    "aiorpc_torch._node.departures",
 )
 
 

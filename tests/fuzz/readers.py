@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiorpc_torch._carrier import shared_memory
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._node import departures
 from aiorpc_torch._server import session
 from aiorpc_torch._wire.blocks import tensors_at
 from aiorpc_torch._wire.columns import FAILED, PACKED
@@ -21,7 +22,6 @@ from aiorpc_torch._wire.messages import (
     load_payload,
 )
 from aiorpc_torch._wire.wire_targets import NamedTarget, _read_rref, read_named
-from aiorpc_torch._world import departures
 
 MOST_BYTES = 1 << 20  # of a segment that is tried
 
@@ -111,7 +111,7 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "slot": session._read_slot,
     "hello": hello,
     "departure": departures._read_request,
-    "attach message": endpoints.read_attach_message,
+    "attach message": entry_points.read_attach_message,
 }
 
 

@@ -11,10 +11,10 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
+from aiorpc_torch._children import child, forkserver, supervisor
 from aiorpc_torch._client import pool, torch_transfers
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._wire.plain import dump
-from aiorpc_torch._world import child, forkserver, supervisor
 from aiorpc_torch.testing import Gate, kill, world
 
 from .test_failure_detection import frozen_process, lost_for_good, named
@@ -81,7 +81,7 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     send = torch_transfers.send
     monkeypatch.setattr(torch_transfers, "send", lambda *args: sent.append(args[2:]) or send(*args))
     async with aiorpc.local_world(0):
-        node = endpoints.current()
+        node = entry_points.current()
         assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000
     assert node is not None
     answers = [

@@ -278,7 +278,7 @@ async def test_the_world_after_a_server_that_failed() -> None:
 RARE = ("forked", "killed", "killed inside", "exit")
 
 LIVES = """
-    from aiorpc_torch._world import forkserver
+    from aiorpc_torch._children import forkserver
     async def main(end):
         async with aiorpc.local_world(1):
             print(os.getpid(), forkserver.server_pid(), await aiorpc.call(1, os.getpid), flush=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from aiorpc_torch import local_world
+from aiorpc_torch._children import child, forkserver
 from aiorpc_torch._torch import agent
-from aiorpc_torch._world import child, forkserver
 
 
 def check_tensors(tensors: list[torch.Tensor]) -> None:

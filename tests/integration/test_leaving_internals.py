@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._world.departures import Departures
+from aiorpc_torch._node.departures import Departures
 from aiorpc_torch.testing import world
 from tests.support.raw_connections import read
 

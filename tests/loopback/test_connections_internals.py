@@ -21,7 +21,7 @@ from aiorpc_torch._client import (
     sender as call_sender,
     torch_transfers,
 )
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._server import listener, result_sender, session
 from aiorpc_torch._wire.frames import (
     CALLS,
@@ -198,7 +198,7 @@ async def test_a_held_result_is_released_when_its_caller_leaves(
 ) -> None:
     """Cancelled before it was collected, the callee does not keep it."""
     results = remote(RRef(Results()))
-    sending = Sending(monkeypatch, endpoints.collect)
+    sending = Sending(monkeypatch, entry_points.collect)
 
     async def take() -> Any:
         return await results.large() if kind == "call" else [each async for each in results.items()]
@@ -269,7 +269,7 @@ async def test_a_payload_on_its_way_delays_its_own_object_only(
     own, other = Notes(), Notes()
     mine, others = remote(RRef(own)), remote(RRef(other))
     await asyncio.gather(mine.note(0), others.note(0))
-    sending = Sending(monkeypatch, endpoints.payload)
+    sending = Sending(monkeypatch, entry_points.payload)
     large, small = start(mine.note(bytes(LARGE)), mine.note(2))
     async with asyncio.timeout(SOON):
         for number in range(1, 101):
@@ -292,7 +292,7 @@ async def test_a_cancelled_payload_releases_later_calls(
     notes = Notes()
     mine = remote(RRef(notes))
     await mine.note(0)
-    sending = Sending(monkeypatch, endpoints.payload)
+    sending = Sending(monkeypatch, entry_points.payload)
     large, small = start(mine.note(bytes(LARGE)), mine.note(2))
     await until(lambda: bool(server_session().slots))
     large.cancel()
@@ -504,7 +504,7 @@ async def test_a_payload_whose_connection_has_ended(
 ) -> None:
     """It is answered, nothing of it runs, and nothing is said of it in the log."""
     notes = Notes()
-    sending = Sending(monkeypatch, endpoints.payload)
+    sending = Sending(monkeypatch, entry_points.payload)
     (large,) = start(remote(RRef(notes)).note(bytes(LARGE)))
     await until(lambda: bool(sending.gated))
     own_connection().abort()

@@ -11,11 +11,11 @@ import anyio
 import pytest
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._directory.meeting import Meeting
+from aiorpc_torch._node.config import WorkerConfig
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._world import startup
-from aiorpc_torch._world.config import WorkerConfig
 from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.meeting import Meeting
 from aiorpc_torch.testing import world
 
 

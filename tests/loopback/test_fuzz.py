@@ -26,7 +26,7 @@ from torch.distributed import rpc
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RpcError, RRef, WorkerLeft, call, remote
 from aiorpc_torch._client import pool, torch_transfers
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._server import result_sender, session
 from aiorpc_torch._wire import exceptions, pickling
 from aiorpc_torch._wire.exceptions import RemoteFailure
@@ -267,7 +267,7 @@ class Victim:
         tap, send = Tap(patch), torch_transfers.send
 
         def tapped(peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
-            if endpoint is endpoints.payload and (fields := read(data))[1] == -1:  # no context
+            if endpoint is entry_points.payload and (fields := read(data))[1] == -1:  # no context
                 self.payloads.append((fields, [*tensors]))
             return send(peer, endpoint, data, tensors)
 
@@ -428,7 +428,7 @@ def test_slots_and_controls_that_are_not_as_they_were(victim: Victim) -> None:
                 fields = changed(dice, fields)
             few = dice.randint(0, len(tensors))
             tensors = tensors if dice.random() < 0.7 else tensors[:few]
-            answers.append(by_torch(endpoints.payload, dump(fields), tensors))
+            answers.append(by_torch(entry_points.payload, dump(fields), tensors))
         await stranger.leave()
         for answer in answers:
             await outcome(answer)
@@ -557,7 +557,7 @@ def test_frames_run_nothing(victim: Victim, kind: int, tmp_path: Any) -> None:
         with pytest.raises(ValueError):  # noqa: PT011
             load(harmful)
     victim.run(victim.hit((kind, harmful)))
-    assert isinstance(victim.run(outcome(by_torch(endpoints.payload, harmful))), RemoteFailure)
+    assert isinstance(victim.run(outcome(by_torch(entry_points.payload, harmful))), RemoteFailure)
     victim.check()
     assert not [*tmp_path.iterdir()]
 
@@ -580,7 +580,7 @@ def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
         else:
             stranger.send(SLOT, (3, None))
             fields = stranger.session.key, -1, mine[1]
-            assert await results_of(by_torch(endpoints.payload, dump(fields))) == []
+            assert await results_of(by_torch(entry_points.payload, dump(fields))) == []
         await stranger.leave()
         await gate.cancelled()
 
@@ -670,7 +670,7 @@ def test_endpoints_that_are_given_anything(victim: Victim, endpoint: str) -> Non
         dump(each) for each in (("main", 0), ("main", "x"), ("nobody", 0), ([], 0, ""), (0, 0))
     ]
     junk += [b"{}"]
-    said = [by_torch(getattr(endpoints, endpoint), each) for each in junk]
+    said = [by_torch(getattr(entry_points, endpoint), each) for each in junk]
     for answer in said:
         found = victim.run(outcome(answer))
         assert isinstance(found, RemoteFailure | Exception | str | bytes | type(None)), found
@@ -686,15 +686,15 @@ def test_payloads_without_a_slot(victim: Victim) -> None:
         one = numbered(5)
         fields = dump((key, -1, one))
         unknown = dump((("nobody", 1, 2), -1, one))
-        assert await results_of(by_torch(endpoints.payload, unknown)) == []
-        early = by_torch(endpoints.payload, fields)
+        assert await results_of(by_torch(entry_points.payload, unknown)) == []
+        early = by_torch(entry_points.payload, fields)
         while "1 payloads early" not in repr(stranger.session.slots):  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert await results_of(by_torch(endpoints.payload, fields)) == []
+        assert await results_of(by_torch(entry_points.payload, fields)) == []
         stranger.send(SLOT, (5, None))
         assert await results_of(early) == [(5, 81.0)]
-        assert await results_of(by_torch(endpoints.payload, fields)) == []
-        waits = by_torch(endpoints.payload, dump((key, -1, numbered(9))))
+        assert await results_of(by_torch(entry_points.payload, fields)) == []
+        waits = by_torch(entry_points.payload, dump((key, -1, numbered(9))))
         stranger.send(SLOT, (9, [{}]))  # no object's key
         assert (await stranger.frame())[1][0] == "broken"  # type: ignore[index]
         await stranger.leave()

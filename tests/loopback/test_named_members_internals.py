@@ -16,7 +16,7 @@ from aiorpc_torch import (
     remote,
     unregister,
 )
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch.testing import drop_connection
 from tests.support.registered import NAME, Env
 from tests.support.two_ends import until
@@ -63,7 +63,7 @@ async def test_a_member_that_comes_as_a_map_is_ended() -> None:
 
 async def test_nothing_is_kept_of_members_that_are_dropped() -> None:
     """The object of a name that is not registered any more is freed, also with members alive."""
-    node: Any = endpoints.current()
+    node: Any = entry_points.current()
     envs = members(NAME)
     register(NAME, Env())
     await envs.wait()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiorpc_torch import RRef, remote
 from aiorpc_torch._client import connection, pool, torch_transfers
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._wire.payloads import detach_data, message_for_torch
 from aiorpc_torch._wire.slots import UNKNOWN_OBJECT, Slots
 from aiorpc_torch.observe import stats
@@ -271,7 +271,7 @@ class Held:
 
     def send(self, peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
         """Hold a payload back; anything else is sent."""
-        if endpoint is not endpoints.payload:
+        if endpoint is not entry_points.payload:
             return self._send(peer, endpoint, data, tensors)
         answer: torch.futures.Future[Any] = torch.futures.Future()
         self._answers.append(answer)

@@ -6,7 +6,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, remote
-from aiorpc_torch._protocol import propagation
+from aiorpc_torch._context import propagation
 from aiorpc_torch.testing import Gate
 from tests.support.hooks import hooks as hooks
 

@@ -12,7 +12,7 @@ import pytest
 from aiorpc_torch import RRef, call, remote
 from aiorpc_torch._batching.stats import new_counters
 from aiorpc_torch._client import pool
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch.observe import Stats, stats
 from aiorpc_torch.testing import Gate
 from tests.support import actors
@@ -93,7 +93,7 @@ async def test_reprs() -> None:
     await remote(gate).entered()
     connection = pool.current().connection("main")
     assert repr(connection).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
-    assert repr(endpoints.serving()) == "<Server main: 3 running>"
+    assert repr(entry_points.serving()) == "<Server main: 3 running>"
     assert repr(stats()).startswith("Stats(calls=4, in_flight=3, unsent=0, messages=")
     stream = aiter(call("main", actors.count, 1))
     assert repr(stream) == "<stream of count>"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._world import network
+from aiorpc_torch._port import network
 from tests.support.network_namespaces import LINK, Machine, pair
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._world.attachments import Attachments
+from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._node.attachments import Attachments
 
 PATIENCE = 20.0  # seconds for anything that a test waits for
 TORCH_THREADS = 3
@@ -182,7 +182,7 @@ _tell: list[Any] = []
 
 def speak(version: bytes) -> None:
     """Speak another version of the protocol from now on."""
-    endpoints.VERSION = version  # type: ignore[attr-defined]
+    entry_points.VERSION = version  # type: ignore[attr-defined]
 
 
 def keep_leaving_to_itself() -> None:

@@ -3,7 +3,7 @@
 import psutil
 from torch.distributed import rpc
 
-from aiorpc_torch._world import forkserver
+from aiorpc_torch._children import forkserver
 
 
 def server() -> psutil.Process:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiorpc_torch._protocol import interception, propagation
+from aiorpc_torch._context import interception, propagation
 
 
 @contextlib.contextmanager

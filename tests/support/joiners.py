@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.directory_server import (
+from aiorpc_torch._children.processes import ProcessOptions
+from aiorpc_torch._directory.directory_server import (
     MAX_UNREGISTERED as MAX_UNREGISTERED,
     DirectoryServer,
 )
-from aiorpc_torch._world.processes import ProcessOptions
+from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._world.directory_client import DirectoryClient
 
 PATIENCE = 60.0  # seconds for anything that a test waits for
 
@@ -182,7 +182,7 @@ async def cut_from_rank_0(refusals: int) -> bool:
 
 async def keep_unaware(envs: list[Any]) -> None:
     """Keep the RRefs here, where no news of workers that leave comes any more."""
-    node: Any = endpoints.current()
+    node: Any = entry_points.current()
     node.membership.on_leave_message = lambda *_: None
     kept.append(envs)
 

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._world import departures
+from aiorpc_torch._node import departures
 
 
 def double(x: int) -> int:

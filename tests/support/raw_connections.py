@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from aiorpc_torch import call
+from aiorpc_torch import _channel as channel, call
 from aiorpc_torch._aio.unix_sockets import connect_unix
 from aiorpc_torch._client import pool
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._peers.peers import Peer
-from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._server import result_sender, session
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._torch.agent import PeerInfo
@@ -49,7 +49,7 @@ CONNECTION = 1 << 40  # no connection of ours has that number
 
 def server() -> Server:
     """This process's."""
-    found = endpoints.serving()
+    found = entry_points.serving()
     assert found is not None
     return found
 

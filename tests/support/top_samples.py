@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aiorpc_torch._protocol.timings import bucket_of
+from aiorpc_torch._server.timings import bucket_of
 from aiorpc_torch._top.model import History
 from aiorpc_torch._top.probe import Sample
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import Introductions, Start
+from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._node.config import NodeConfig
+from aiorpc_torch._node.node import Node
 from aiorpc_torch._peers.peers import Peers
-from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._server.exports import Export, checked_exports
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.handshake import read_number
-from aiorpc_torch._world.config import NodeConfig
-from aiorpc_torch._world.node import Node
 
 WORKERS = [PeerInfo("near", 0, 0, ""), PeerInfo("far", 1, 1, "")]
 SOON = 30.0  # seconds after which something will never happen
@@ -136,7 +136,7 @@ async def two_ends(exports: Sequence[Export] | None = None) -> AsyncIterator[Two
     """Let `call` and its like reach the worker `far`."""
     ends = TwoEnds(exports)
     ends.near.pool.open()
-    endpoints.enter(ends.near)
+    entry_points.enter(ends.near)
     try:
         yield ends
     finally:
@@ -145,4 +145,4 @@ async def two_ends(exports: Sequence[Export] | None = None) -> AsyncIterator[Two
         for node in (ends.far, ends.near):
             node.membership.close()
             await node.server.close(END)
-        endpoints.leave(ends.near)
+        entry_points.leave(ends.near)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from aiorpc_torch._channel import Channel
 from aiorpc_torch._client.introduction import _dial
 from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls, TlsError
-from aiorpc_torch._protocol.channel import Channel
 from aiorpc_torch._server.listener import Listener
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.frames import CALLS

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch._protocol.recording import ContextRecord
+from aiorpc_torch._context.recording import ContextRecord
 from aiorpc_torch._server.reply import DeferredReply
 from aiorpc_torch.testing import on_a_thread
 from tests.support.cuda_doubles import ZERO, CudaTensor, Streams

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from aiorpc_torch._protocol.exclusive import Turn, Turns, turns_of
+from aiorpc_torch._turns.turns import Turn, Turns, turns_of
 from tests.unit.server.test_exclusive import Inherits, Streams
 
 

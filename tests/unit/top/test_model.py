@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from aiorpc_torch._protocol.timings import bucket_of
+from aiorpc_torch._server.timings import bucket_of
 from aiorpc_torch._top.model import WINDOW, Row, quantile, sort_rows
 from tests.support.top_samples import WORLD, batches, data, durations, history, sample
 

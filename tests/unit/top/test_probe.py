@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from aiorpc_torch._aio.unix_sockets import listen_unix
+from aiorpc_torch._inspection.snapshot_socket import PREFIX
 from aiorpc_torch._top import probe
 from aiorpc_torch._top.probe import Prober, Sample, listening
-from aiorpc_torch._world.watched import PREFIX
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._torch.devices import DeviceRoutes, normalize_device_maps
 from aiorpc_torch._world.device_maps import resolve_device_maps
-from aiorpc_torch._world.registration import Registration
 
 
 def registration(name: str, devices: int, maps: Any) -> Registration:

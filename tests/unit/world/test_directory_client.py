@@ -13,15 +13,15 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from aiorpc_torch import WorkerLost, WorldTimeout
+from aiorpc_torch._directory.directory_messages import Entering, Member, Registered
+from aiorpc_torch._directory.directory_server import DirectoryServer
+from aiorpc_torch._directory.meeting import Meeting, Published
+from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.directory_messages import Entering, Member, Registered
-from aiorpc_torch._world.directory_server import DirectoryServer
-from aiorpc_torch._world.meeting import Meeting, Published
-from aiorpc_torch._world.registration import Registration
 
 SOON = 30.0
 

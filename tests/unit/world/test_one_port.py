@@ -11,18 +11,15 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._directory import directory_messages as wire, meeting as meeting_module
+from aiorpc_torch._directory.meeting import Meeting
+from aiorpc_torch._directory.registration import Registration
+from aiorpc_torch._node.config import WorkerConfig
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls
-from aiorpc_torch._world import (
-    directory_client,
-    directory_messages as wire,
-    meeting as meeting_module,
-)
-from aiorpc_torch._world.config import WorkerConfig
+from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.meeting import Meeting
 from aiorpc_torch._world.one_port import OnePort, channels_at_port, host_of_port
-from aiorpc_torch._world.registration import Registration
 from tests.support.certificates import Authority
 from tests.support.example_programs import free_port
 

@@ -3,10 +3,10 @@
 import pytest
 
 from aiorpc_torch import WorkerLost
+from aiorpc_torch._node.config import NodeConfig
+from aiorpc_torch._node.node import Node
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
-from aiorpc_torch._world.config import NodeConfig
-from aiorpc_torch._world.node import Node
 from aiorpc_torch.types import Worker
 
 

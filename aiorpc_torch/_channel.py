@@ -1,0 +1,270 @@
+"""The driver of one connection: frames in and out over one transport of an event loop.
+
+Subclasses handle the frames: `Connection` at the caller, `Session` at the callee.
+
+No timer ends an open connection; the failure detector judges silence. `TCP_USER_TIMEOUT` is not
+set: with 1 s it ended, after 1.5 s, a connection to a live peer that merely did not read.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any
+
+from ._aio.fork import close_on_fork
+from ._aio.segments import SegmentLost
+from ._wire.connection_state import MAX_CALLS
+from ._wire.frames import CLOSE, PING, FrameReader, ProtocolError, frame
+from ._wire.plain import dump, reader, wire_text
+
+log = logging.getLogger("aiorpc_torch")
+
+LINGER = 0.5  # seconds that a closed connection waits for the peer's CLOSE frame
+
+
+_read_close = reader(tuple[str, str])
+
+_ASK, _ANSWER = frame(PING, b"?"), frame(PING, b"!")
+
+
+class _Protocol(asyncio.BufferedProtocol):
+    """Protocol of a transport, which passes everything to the channel."""
+
+    def __init__(self, channel: "Channel") -> None:
+        self.get_buffer = channel._reader.buffer  # type: ignore[method-assign]
+        self.buffer_updated = channel.buffer_updated  # type: ignore[method-assign]
+        self.eof_received = channel.eof_received  # type: ignore[method-assign]
+        self.connection_lost = channel.connection_lost  # type: ignore[method-assign]
+        self.pause_writing = channel.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = channel.resume_writing  # type: ignore[method-assign]
+
+
+class Channel:
+    """One end of a connection. Confined to the event loop that created it.
+
+    Attributes:
+        is_open: True while frames may be sent.
+        is_local: True if the peer is on this host: connected by a Unix socket.
+        ended: Event that is set when the transport is closed.
+    """
+
+    HIGH_WATER = 256 * 1024
+    """Unsent bytes at which the transport calls `pause_writing`. The rest stays in the caller's
+    queue, from which cancelled and late calls are dropped."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader()
+        self._transport: Any = None  # an `asyncio.Transport` while it is connected
+        self._paused: set[str] = set()  # reasons for not reading
+        self._is_closing = False  # a CLOSE frame was sent
+        self._received_close = False  # a CLOSE frame was received
+        self._discards_input = False  # received bytes are dropped
+        self._flushing = False
+        self.is_open = self.is_local = False
+        self.ended = asyncio.Event()
+
+    # ── for subclasses ────────────────────────────────────────────────────────────────────────
+
+    def on_frame(self, kind: int, data: bytes) -> int:
+        """Handle a frame; return the number of its calls or results.
+
+        Raises:
+            ProtocolError: if this end must not get frames of this kind.
+        """
+        if kind == CLOSE:
+            self._on_close_frame(data)
+        elif kind == PING:
+            self._on_ping(data)
+        else:
+            raise ProtocolError(f"a {type(self).__name__} must not get frames of kind {kind}")
+        return 0
+
+    def on_read(self) -> None:
+        """Handle the end of one read, after its frames."""
+
+    def on_close(self, reason: str, detail: str) -> None:
+        """Handle the peer's CLOSE frame."""
+        raise NotImplementedError
+
+    def on_broken(self, exc: Exception) -> None:
+        """Handle an unreadable frame; the connection is closing."""
+
+    def on_end(self, error: Exception | None) -> None:
+        """Handle the end of the connection; `error` is None after an orderly close."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        raise NotImplementedError
+
+    def pause_writing(self) -> None:
+        """Note that the transport has `HIGH_WATER` bytes to write."""
+        raise NotImplementedError
+
+    def resume_writing(self) -> None:
+        """Note that the transport has little to write."""
+        raise NotImplementedError
+
+    @property
+    def can_write(self) -> bool:
+        """Return whether the transport takes what is written."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    # ── sending ─────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, transport: asyncio.Transport) -> None:
+        """Begin with a transport whose handshake is done."""
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        self.is_local = sock.family == socket.AF_UNIX
+        if not self.is_local:  # asyncio leaves it out for sockets that were accepted
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_write_buffer_limits(high=self.HIGH_WATER)
+        close_on_fork(transport)
+        transport.set_protocol(_Protocol(self))
+        self.is_open = True
+
+    def flush_soon(self) -> None:
+        """Send what is queued at the end of this loop iteration."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self.flush()
+
+    def send(self, kind: int, data: bytes) -> None:
+        """Write one frame."""
+        self.write(frame(kind, data))
+
+    def write(self, data: bytes) -> None:
+        """Write frames. If memory is short, end the connection: a frame may be cut off."""
+        try:
+            self._transport.write(data)
+        except Exception as exc:
+            # Its frames refer to tensors, and a log may keep its records.
+            log.warning("%r cannot write a frame: %r", self, exc.with_traceback(None))
+            self.abort()
+
+    def ping(self) -> None:
+        """Ask the peer's event loop for a sign of life; `on_read` handles it."""
+        if self.is_open:
+            self.write(_ASK)
+
+    def _on_ping(self, data: bytes) -> None:
+        if data == _ASK[-1:] and self.is_open:
+            self.write(_ANSWER)
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────────
+
+    def feed(self, data: bytes) -> None:
+        """Handle bytes that were received before this was the transport's protocol."""
+        while data and not self._discards_input:
+            buffer = self._reader.buffer()
+            size = min(len(buffer), len(data))
+            buffer[:size], data = data[:size], data[size:]
+            self.buffer_updated(size)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._discards_input:
+            return
+        reader, handled = self._reader, 0
+        reader.end += nbytes
+        try:
+            while (found := reader.next()) is not None:
+                handled += self.on_frame(*found)
+                if not reader.end or self._discards_input:  # the common case: it was one frame
+                    break
+                if handled >= MAX_CALLS:
+                    self._defer()
+                    break
+        except SegmentLost:  # the peer has ended since it sent this frame
+            self._discards_input = True
+            self.abort()
+        except Exception as exc:
+            log.warning("%r rejected an unreadable frame: %r", self, exc)
+            self._discards_input = True  # the bytes that follow cannot be trusted either
+            self.close("broken", f"cannot read a frame: {exc}")
+            self.on_broken(exc)
+        self.on_read()
+
+    def _defer(self) -> None:
+        """Handle the rest in the next loop iteration, after other callbacks."""
+        self.pause_reading("deferred")
+        self._loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        if self._transport is not None:
+            self._paused.discard("deferred")
+            self.buffer_updated(0)
+            if "deferred" not in self._paused:
+                self.resume_reading("deferred")
+
+    def pause_reading(self, why: str) -> None:
+        """Stop reading until `resume_reading` is called for each reason."""
+        self._paused.add(why)
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self, why: str) -> None:
+        """Read again, unless another reason to pause is left."""
+        self._paused.discard(why)
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        return False  # the transport sends its buffer, then closes
+
+    # ── ending ──────────────────────────────────────────────────────────────────────────────────
+
+    def close(self, reason: str, detail: str = "") -> None:
+        """Send a CLOSE frame, once; the transport closes when the peer has sent its own.
+
+        Args:
+            reason: One of "left", "failed", "ended", "replaced" and "broken".
+            detail: Text for the peer's errors.
+        """
+        if self._is_closing or self._transport is None:
+            return
+        self._is_closing = True
+        with contextlib.suppress(Exception):
+            self.flush()
+        self.is_open = False
+        self.write(frame(CLOSE, dump((reason, wire_text(detail[:100_000])))))
+        self._loop.call_later(LINGER, self._transport.abort)
+        if self._received_close or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        # Closing a socket with unread input resets it, and frames in flight would be lost.
+        with contextlib.suppress(OSError):
+            self._transport.write_eof()
+
+    def _on_close_frame(self, data: bytes) -> None:
+        reason, detail = _read_close(data)
+        self._received_close = self._discards_input = True
+        self.on_close(reason, detail)
+        self.close("ended")
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.is_open = False
+        self.ended.set()
+        is_orderly = self._received_close or self._is_closing
+        error = exc if exc is not None else ConnectionResetError("end of file")
+        self.on_end(None if is_orderly else error)
+
+
+def channel_repr(channel: Channel, peer: str, *counts: Any) -> str:
+    """Return the `repr` of a channel to `peer`."""
+    state = "open" if channel.is_open else "closed" if channel.ended.is_set() else "opening"
+    return f"<{type(channel).__name__} {peer}, {state}: {', '.join(map(str, counts))}>"

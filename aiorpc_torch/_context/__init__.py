@@ -1,0 +1,1 @@
+"""The context of a call: what travels with it, and who is told of it."""

@@ -1,0 +1,112 @@
+"""Named objects of this worker: `register`, `unregister`; what `lookup` and `members` call here."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._aio.loops import call_soon
+from .._handles.handles import is_of_this_process, of_handle
+from .._handles.mistakes import await_hint
+from .._torch.compat import RRefBase, make_rref
+from .._torch.rrefs import owner_name
+from .._wire.handshake import Party
+from ..errors import NotInWorld
+from . import entry_points
+from .name_table import NameTable
+
+T = TypeVar("T")
+
+
+def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
+    """Register an object of this worker under a name, for `lookup`; return its RRef.
+
+        aiorpc.register("ps", ParameterServer())            # on worker "server"
+        ps = await aiorpc.lookup("ps", on="server")         # on any worker
+
+    The object is held until `unregister(name)`, or until this worker leaves its world. May be
+    called from any thread.
+
+    Args:
+        name: name, unique on this worker.
+        object: any object, or an RRef of an object of this worker, or what `remote` returns for
+            one.
+
+    Raises:
+        ValueError: if the name is taken, or the RRef is another worker's.
+        TypeError: if the name is not a str, or for a supervised object or `any()`.
+        NotInWorld: outside a world.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a str, got {name!r}")
+    if (server := entry_points.serving()) is None:
+        raise NotInWorld(entry_points.NO_WORLD)
+    rref: Any = of_handle(object)
+    if is_of_this_process(rref) or isinstance(rref, Coroutine):
+        hint = await_hint(rref)
+        raise TypeError(
+            f"register() takes an object of this worker or its RRef, got {object!r}{hint}"
+        )
+    if not isinstance(rref, RRefBase):
+        rref = make_rref(rref)
+    elif not rref.is_owner():
+        owner = owner_name(rref)
+        raise ValueError(f"the object is on worker {owner!r}; register it there, or pass its RRef")
+    server.names.add(name, rref)
+    return rref  # type: ignore[no-any-return]
+
+
+def unregister(name: str) -> None:
+    """Remove a name of this worker. RRefs that `lookup` returned keep the object.
+
+    Raises:
+        ValueError: if the name is not registered.
+    """
+    _table().remove(name)
+
+
+def _table() -> NameTable:
+    """Return the table of this worker, an empty one outside a world."""
+    server = entry_points.serving()
+    return NameTable() if server is None else server.names
+
+
+async def watch_name(name: str) -> AsyncIterator[Any]:
+    """Yield the registered names, after each change too, until one is `name`; then its RRef."""
+    table, changed = _table(), asyncio.Event()
+    on_change = functools.partial(call_soon, asyncio.get_running_loop(), changed.set)
+    table.watch(on_change)
+    try:
+        while (found := table.find(name)) is None:
+            yield table.names()
+            await changed.wait()
+            changed.clear()
+        yield found
+    finally:
+        table.unwatch(on_change)
+
+
+State = tuple[int, RRef[Any] | None]
+"""An object that is registered under a name, or None; how often that worker's table has changed."""
+
+
+async def watch_state(name: str, watcher: str, process: int) -> State:
+    """Return the state of a name here. From now on its changes are told to that process."""
+    return _registry().add_watcher(name, Party(watcher, process))  # type: ignore[no-any-return]
+
+
+async def take_state(name: str, worker: str, process: int, state: State) -> bool:
+    """Note the state of a name in a process; return whether it is watched here."""
+    return _registry().take(name, Party(worker, process), state)  # type: ignore[no-any-return]
+
+
+def _registry() -> Any:
+    if (node := entry_points.current()) is None or node.registry.is_closed:
+        raise NotInWorld(entry_points.NOT_SERVING)
+    return node.registry
+
+
+ALWAYS_EXPORTED = watch_name, watch_state, take_state
+"""What `lookup` and `members` call: every worker answers, whatever it exports."""

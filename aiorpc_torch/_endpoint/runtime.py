@@ -1,0 +1,92 @@
+"""Access to the serving worker's threads and event loop, for code that may run without a worker.
+
+`@batched` functions and coroutines for plain torch clients run on the serving worker. Without a
+worker they run on the event loop that awaits them.
+"""
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.futures import Future
+
+from .._aio.threads import run_in_thread
+from .._context.recording import current_record
+from .._torch.switches import has_switch
+from ..errors import NotInWorld
+from . import entry_points
+
+T = TypeVar("T")
+F = TypeVar("F")
+
+
+def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+    """Run a function on the worker's event loop; return the plain torch client's future."""
+    endpoint = entry_points.serving()
+    if endpoint is None:
+        raise NotInWorld(entry_points.NOT_SERVING)
+    return endpoint.accept_torch(function, *args, **kwargs)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a plain function in a thread of the worker; without a worker, in a new thread."""
+    endpoint = entry_points.serving()
+    if (recording := current_record()) is not None:
+        function = functools.partial(recording.run, function)
+    run = functools.partial(contextvars.copy_context().run, function)
+    start = None if endpoint is None else endpoint.lend_thread
+    return await run_in_thread(run, "aiorpc-def", start)
+
+
+def in_event_loop() -> bool:
+    """Return whether this thread runs an event loop."""
+    return asyncio._get_running_loop() is not None
+
+
+_ON_LOOP = "_aiorpc_runs_on_loop"
+
+
+def mark_runs_on_loop(function: F) -> F:
+    """Let remote calls of `function` start on the event loop, though it is no coroutine function.
+
+    It must not block: it returns an awaitable, or at once. Return `function`.
+    """
+    setattr(function, _ON_LOOP, True)
+    return function
+
+
+_ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def runs_on_loop(function: Callable[..., Any]) -> bool:
+    """Return whether calls of `function` start on the event loop, not in a thread."""
+    code = getattr(function, "__code__", None)  # a method has its function's
+    if isinstance(code, types.CodeType) and code.co_flags & _ASYNC:
+        return True
+    if getattr(function, _ON_LOOP, False) is True:  # not only true: a proxy has any attribute
+        return True
+    # A partial, or marked by `inspect.markcoroutinefunction`.
+    return code is None and (
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    )
+
+
+def warn_if_switch_is_void(function: Any) -> None:
+    """Warn if a decorator of torch surrounds only the making of a coroutine, not its steps."""
+    is_switched = False
+    while isinstance(function, types.FunctionType | types.MethodType):
+        is_switched = is_switched or has_switch(function)
+        function = getattr(function, "__wrapped__", None)
+        if is_switched and runs_on_loop(function):
+            warnings.warn(
+                f"{function.__qualname__} is an `async def`, on which torch's decorators no_grad, "
+                "inference_mode and autocast have no effect: write `with torch.no_grad():` around "
+                "the lines that compute, without an `await` among them",
+                stacklevel=2,
+            )
+            return

@@ -1,0 +1,1 @@
+"""Handles of objects and groups, and errors that explain a mistaken use."""

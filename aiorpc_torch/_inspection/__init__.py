@@ -1,0 +1,1 @@
+"""Counters, calls in flight, stacks and snapshots of a running worker."""

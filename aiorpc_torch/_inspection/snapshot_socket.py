@@ -1,0 +1,141 @@
+"""The socket of a worker at which `python -m aiorpc_torch top` takes snapshots of it.
+
+A daemon thread waits in `accept`. It answers while the event loop is blocked. Until a viewer
+connects, and 10 s after the last one, nothing is measured and nothing runs. Abstract sockets are
+those of one network namespace: a viewer in a container sees that container's workers.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .._aio.fork import close_on_fork
+from .._aio.loop_lag import LoopLag
+from .._aio.unix_sockets import is_same_user, listen_unix
+from .._node.node import Node
+from .._server.timings import timings
+from . import snapshot
+
+log = logging.getLogger("aiorpc_torch")
+
+PREFIX = "aiorpc-top-"
+NAME_LENGTH = 60  # characters of a worker's name in that of its socket: for one that is stopped
+PROBE_INTERVAL = 0.1  # seconds between two looks at the event loop, while a viewer watches
+QUIET = 10.0  # seconds after a request until nothing is measured any more
+REQUEST_TIMEOUT = 0.5  # seconds for a viewer to send its request, and to take the snapshot
+END_TIMEOUT = 1.0  # seconds for the thread to end
+RETRY = 1.0  # seconds, where a viewer cannot be accepted for lack of descriptors
+
+# No dash: at the interpreter's end it is not waited for, since it enters no operator of torch's.
+THREAD = "aiorpc:top"
+
+
+@contextlib.contextmanager
+def offered(node: Node, url: str) -> Iterator[None]:
+    """Let viewers take snapshots of this worker in the block. On the loop that serves.
+
+    Args:
+        node: this worker.
+        url: address at which the workers of its world meet.
+    """
+    try:
+        watched = Watched(node, world_name(url))
+    except (OSError, RuntimeError) as exc:  # no descriptor, or no thread: the worker does without
+        log.debug("top will not see %s: %r", node.members.name, exc)
+        yield
+        return
+    try:
+        yield
+    finally:
+        watched.close()
+
+
+def world_name(url: str) -> str:
+    """Return the text that the workers of one world have in common."""
+    if url.startswith("env://"):
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        return f"tcp://{host}:{port}"
+    return url
+
+
+class Watched:
+    """The socket and the thread of one worker, until `close`."""
+
+    def __init__(self, node: Node, world: str) -> None:
+        self._lag = LoopLag(asyncio.get_running_loop())
+        self._take = functools.partial(snapshot.take, node, world, self._lag, threading.get_ident())
+        self._watched_until = 0.0
+        self._is_closed = False
+        name = f"{PREFIX}{secrets.token_hex(8)}-{node.members.name[:NAME_LENGTH]}"
+        self._socket = listen_unix(name)
+        self._socket.setblocking(True)
+        close_on_fork(self._socket)
+        self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        """End the thread, which closes the socket: at once, unless it answers a viewer."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread from `accept`
+        self._thread.join(END_TIMEOUT)
+        timings.is_on = False
+
+    # ── in the thread ───────────────────────────────────────────────────────────────────────────
+
+    def _serve(self) -> None:
+        with self._socket:
+            while not self._is_closed:
+                try:
+                    viewer, _ = self._socket.accept()
+                except TimeoutError:
+                    self._measure()
+                except OSError:  # it is closed, or there are no descriptors
+                    if not self._is_closed:
+                        time.sleep(RETRY)
+                else:
+                    with viewer, contextlib.suppress(OSError):
+                        self._answer(viewer)
+
+    def _answer(self, viewer: socket.socket) -> None:
+        if not is_same_user(viewer):
+            return
+        close_on_fork(viewer)
+        viewer.settimeout(REQUEST_TIMEOUT)
+        request = viewer.recv(1024)
+        if not request:  # a viewer that has gone meanwhile
+            return
+        self._watched_until = time.monotonic() + QUIET
+        self._measure()
+        viewer.sendall(_encoded(functools.partial(self._take, detail=b"detail" in request)))
+
+    def _measure(self) -> None:
+        """Look at the event loop, or stop to measure if no viewer has asked for a while."""
+        is_watched = time.monotonic() < self._watched_until and not self._is_closed
+        timings.is_on = is_watched
+        self._socket.settimeout(PROBE_INTERVAL if is_watched else None)
+        if is_watched:
+            self._lag.probe()
+
+
+def _encoded(take: Callable[[], Any]) -> bytes:
+    """Return a snapshot as a line of JSON, or its failure: that must not hide the worker."""
+    try:
+        text = json.dumps(take(), default=str)
+    except Exception as exc:
+        log.debug("a snapshot failed: %r", exc)
+        text = json.dumps({"error": repr(exc)})
+    return f"{text}\n".encode()

@@ -1,0 +1,1 @@
+"""The node of a worker: its configuration, its peers' membership, named objects."""

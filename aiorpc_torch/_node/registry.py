@@ -1,0 +1,217 @@
+"""The objects that the workers of a world have registered under the names that are watched here.
+
+A worker that watches a name asks each peer once, and each peer that enters later: the answer is the
+peer's object of that name, or None. From then on the peer tells of changes. Nothing is sent while
+nothing changes, and no worker is in between: the work for a change is that of those who watch.
+
+All of it is ordinary calls, which give order, and errors for peers that are lost.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from torch.distributed.rpc import RRef
+
+from .._aio.loops import call_soon
+from .._client.call import RemoteCall
+from .._endpoint.name_table import NameTable
+from .._endpoint.names import State, take_state, watch_state
+from .._peers.peers import Peers
+from .._wire.handshake import Party
+from .._wire.targets import FunctionTarget
+from ..errors import RpcError, WorkerLost
+
+log = logging.getLogger("aiorpc_torch")
+
+
+class Registry:
+    """The registered names of one world, as one worker sees and tells them. On the node's loop.
+
+    Args:
+        members: the workers of the world.
+        table: the objects of this worker.
+        is_here: whether a peer is in the world; it may be lost.
+        wait_until_alive: waits for a lost peer.
+    """
+
+    def __init__(
+        self,
+        members: Peers,
+        table: NameTable,
+        is_here: Callable[[str], bool],
+        wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.is_closed = False
+        self._members = members
+        self._table = table
+        self._is_here = is_here
+        self._wait_until_alive = wait_until_alive
+        self._listeners: dict[str, list[Callable[[], None]]] = {}
+        self._states: dict[str, dict[Party, State]] = {}  # of watched names, by process
+        # Of names here: the state that each process that watches one was told last.
+        self._watchers: dict[tuple[str, Party], State] = {}
+        self._telling: set[tuple[str, Party]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        table.watch(self._on_table_change)
+
+    def close(self) -> None:
+        """Tell peers of no further change: this worker leaves."""
+        self.is_closed = True
+        self._table.unwatch(self._on_table_change)
+        for task in self._tasks:
+            task.cancel()
+        self._notify(*self._listeners)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        # Without the deadline and the context variables of whoever has caused it.
+        context = contextvars.Context()
+        task = self.loop.create_task(coroutine, name="aiorpc-registry", context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ── names that are watched here ─────────────────────────────────────────────────────────────
+
+    def watch(self, name: str, on_change: Callable[[], None]) -> None:
+        """Call `on_change` after each change, and once this worker leaves, until `unwatch`."""
+        if name not in self._listeners:
+            self._listeners[name] = []
+            for peer in [*self._members.peers]:
+                self._ask_soon(peer, name)
+        self._listeners[name].append(on_change)
+
+    def unwatch(self, name: str, on_change: Callable[[], None]) -> None:
+        """Call `on_change` no more."""
+        listeners = self._listeners[name]
+        listeners.remove(on_change)
+        if not listeners:  # peers learn it with the next change
+            del self._listeners[name]
+            self._states.pop(name, None)
+
+    def living(self, name: str) -> list[RRef[Any]]:
+        """Return the objects of the living workers, in rank order."""
+        states = self._states.get(name, {})
+        workers = {each.name: each for each in self._members.workers.values()}
+        found = []
+        for worker in sorted(workers.values(), key=lambda each: each.rank):
+            _, rref = states.get(Party(worker.name, worker.number), (0, None))
+            if worker.name == self._members.name:
+                rref = self._table.find(name)
+            if rref is not None and self._is_alive(worker.name):
+                found.append(rref)
+        return [] if self.is_closed else found
+
+    def _is_alive(self, worker: str) -> bool:
+        if worker == self._members.name:
+            return True
+        return self._is_here(worker) and not self._members.peers[worker].is_lost
+
+    def on_change(self, peer: str) -> None:
+        """Note that a peer has joined or left, was lost or has returned."""
+        if not (self._listeners or self._watchers):  # no name is watched, here or from here
+            return
+        for name in self._listeners:
+            self._ask_soon(peer, name)
+        gone = [key for key in self._watchers if not self._is_current(key[1])]
+        for key in gone:
+            del self._watchers[key]
+        for states in self._states.values():
+            for party in [each for each in states if not self._is_current(each)]:
+                del states[party]
+        self._notify(*self._listeners)
+
+    def _is_current(self, party: Party) -> bool:
+        is_process = self._members.get(party.name, party.number) is not None
+        return is_process and (party.name == self._members.name or self._is_here(party.name))
+
+    def _ask_soon(self, peer: str, name: str) -> None:
+        if self._is_alive(peer):
+            self._start(self._ask(peer, name))
+
+    async def _ask(self, peer: str, name: str) -> None:
+        """Ask a peer for the state of a name, again if the connection ends and the peer lives."""
+        try:
+            while name in self._listeners and self._is_here(peer):
+                if await self._ask_once(peer, name):
+                    return
+                await self._wait_until_alive(peer)
+        except RpcError as exc:  # it has left, or does not return
+            log.debug("%s: no answer from %r on %r: %r", self._members.name, peer, name, exc)
+
+    async def _ask_once(self, peer: str, name: str) -> bool:
+        """Return False if the answer is lost: no change of the peer may follow."""
+        me, process = self._members.me, self._members.peers[peer].number
+        target = FunctionTarget(watch_state)
+        try:
+            state = await RemoteCall(peer, target, None, name, me.name, me.number)
+        except WorkerLost:
+            return False
+        self.take(name, Party(peer, process), state)
+        return True
+
+    def take(self, name: str, owner: Party, state: State) -> bool:
+        """Note the state of a name in a process; return whether it is watched here."""
+        if name not in self._listeners:
+            return False
+        states = self._states.setdefault(name, {})
+        # The answer to a question may come after what was told later: on another connection.
+        if self._is_current(owner) and states.get(owner, (-1, None))[0] < state[0]:
+            states[owner] = state
+            self._notify(name)
+        return True
+
+    def _notify(self, *names: str) -> None:
+        for name in names:
+            for on_change in [*self._listeners.get(name, ())]:
+                on_change()
+
+    # ── names of this worker ────────────────────────────────────────────────────────────────────
+
+    def add_watcher(self, name: str, watcher: Party) -> State:
+        """Return the state of a name; tell its changes to that process from now on."""
+        state = self._watchers[name, watcher] = self._table.state(name)
+        return state
+
+    def _on_table_change(self) -> None:
+        """Tell what has changed. In any thread."""
+        call_soon(self.loop, self._tell_all)
+
+    def _tell_all(self) -> None:
+        self._notify(*self._listeners)  # of this worker itself
+        for key, told in self._watchers.items():
+            if self._table.find(key[0]) is not told[1] and key not in self._telling:
+                self._telling.add(key)
+                self._start(self._tell(key))
+
+    async def _tell(self, key: tuple[str, Party]) -> None:
+        """Tell a process of a name until it knows the last state, or does not watch it any more."""
+        try:
+            while key in self._watchers and not await self._tell_once(*key):
+                pass
+        except RpcError as exc:  # it has left, or does not return
+            log.debug("%s does not tell %r of %r: %r", self._members.name, *key[::-1], exc)
+            self._watchers.pop(key, None)
+        finally:
+            self._telling.discard(key)
+
+    async def _tell_once(self, name: str, watcher: Party) -> bool:
+        """Tell the present state; return whether the watcher then knows the last one."""
+        me, state, told = self._members.me, self._table.state(name), self._watchers[name, watcher]
+        call = RemoteCall(
+            watcher.name, FunctionTarget(take_state), None, name, me.name, me.number, state
+        )
+        try:
+            is_watched = await call
+        except WorkerLost:
+            await self._wait_until_alive(watcher.name)
+            return False
+        if self._watchers.get((name, watcher)) is not told:
+            return False  # it has asked again meanwhile: this answer may be from before
+        if is_watched:
+            self._watchers[name, watcher] = state
+        else:
+            del self._watchers[name, watcher]
+        return self._table.find(name) is state[1]

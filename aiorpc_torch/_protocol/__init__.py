@@ -1,1 +1,0 @@
-"""Parts of both ends: the driver of a connection, names, turns, entry points."""

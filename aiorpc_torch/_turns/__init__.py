@@ -1,0 +1,1 @@
+"""Turns on exclusive objects, for calls, batches and local coroutines."""

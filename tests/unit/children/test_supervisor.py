@@ -1,0 +1,208 @@
+"""The failures of the children of a local world: their texts, and that none is missed."""
+
+import asyncio
+import os
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiorpc_torch import WorkerLost, WorldTimeout
+from aiorpc_torch._children import supervisor as supervisor_module
+from aiorpc_torch._children.processes import ProcessOptions
+from aiorpc_torch._children.supervisor import Supervisor, _reason
+from aiorpc_torch._wire.exceptions import RemoteFailure
+
+SOON = 30.0
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (WorkerLost("a", "it died"), "it died"),
+        (WorkerLost("b", "it died"), "worker 'b' is lost: it died"),
+        (ValueError("no data"), "no data"),
+    ],
+)
+def test_the_reason_of_a_failure(failure: Exception, reason: str) -> None:
+    """The death of a child is said without its name, that of a peer which it met with its name."""
+    assert _reason("a", failure) == reason
+
+
+class Process:
+    """A process whose end the test decides, and the child's end of the pipe to its parent."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.exitcode: int | None = None
+        self.was_killed = False
+
+    def made(self, _: Any, args: tuple[Any, ...], __: str) -> Any:
+        self._inherited = args[0]
+        return self
+
+    def start(self) -> None:
+        self._pipe = Connection(os.dup(self._inherited.fileno()))
+
+    def enter(self) -> None:
+        """Tell as a child does that is in its world."""
+        self._pipe.send("entered")
+
+    def fail(self) -> None:
+        """End as a child does whose `main` has raised."""
+        self._pipe.send(RemoteFailure.of(ValueError("odd"), "b"))
+        self.exitcode = 1
+        self._pipe.close()
+
+    def kill(self) -> None:
+        self.was_killed = True
+        self.exitcode = -9
+        self._pipe.close()
+
+    def join(self, timeout: float) -> None:
+        self.exitcode = self.exitcode or -9
+
+    def close(self) -> None:
+        """Free nothing."""
+
+
+async def test_the_exception_of_a_child_that_ends_late() -> None:
+    """It has told its peers of its failure, but needs longer to end than children may."""
+    process = Process()
+
+    def failure_of(_: str) -> WorkerLost:  # called when the time of all children is over
+        asyncio.get_running_loop().call_soon(process.fail)
+        return WorkerLost("b", "its block raised ValueError: odd")
+
+    config: Any = SimpleNamespace(name="b")
+    membership: Any = SimpleNamespace(failure_of=failure_of, give_up=lambda *_: None)
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    supervisor._start(config)
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
+    supervisor.watch_children(me)
+    await supervisor._close(0.0)
+    assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
+    assert not process.was_killed
+
+
+@pytest.mark.parametrize("has_entered", [False, True])
+async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: bool) -> None:
+    """Also with "continue": without it the world would wait for all of its `start_timeout`."""
+    process = Process()
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    supervisor._start(config)
+    failure: BaseException | None = None
+    try:
+        async with supervisor.raising_failures("continue"):
+            if has_entered:
+                process.enter()
+            process.fail()
+            await asyncio.wait((supervisor._children[0].ended,))
+            await asyncio.sleep(0)
+    except ValueError as exc:
+        failure = exc
+    assert (failure is None) == has_entered
+    watch(supervisor)
+    assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
+    await supervisor._close(0.0)
+
+
+def watch(supervisor: Supervisor) -> None:
+    """Let the world be complete."""
+    membership: Any = SimpleNamespace(failure_of=lambda _: None, give_up=lambda *_: None)
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
+    supervisor.watch_children(me)
+
+
+async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
+    """Its world is complete, so it is restarted."""
+    processes = [Process(), Process()]
+    made = iter(processes)
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config], None, (), 1, ProcessOptions())
+    supervisor._make_process = lambda *of: next(made).made(*of)
+    supervisor._start(config)
+    async with supervisor.raising_failures("stop"):
+        [first] = supervisor._children
+        processes[0].enter()
+        processes[0].fail()
+        await asyncio.wait((first.ended,))
+        await asyncio.sleep(0)
+        watch(supervisor)
+        [second] = supervisor._children
+        await asyncio.sleep(0)
+    assert second is not first
+    assert supervisor.failures == []
+    supervisor._send("cancel")
+    await supervisor._close(0.0)
+
+
+@pytest.mark.parametrize("why", ["cancelled", "frozen"])
+async def test_a_child_that_is_killed_as_it_joins(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop reads no more from its descriptor, which may be that of another file."""
+    monkeypatch.setattr(supervisor_module, "JOIN_GRACE", 0.0)
+    process = Process()
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON if why == "cancelled" else 0.0)
+    supervisor = Supervisor([], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    starting = asyncio.create_task(supervisor.add(config, asyncio.sleep(SOON)))
+    while not supervisor._children:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+    descriptor = supervisor._children[0]._pipe.fileno()
+    if why == "cancelled":
+        starting.cancel()
+    async with asyncio.timeout(SOON):
+        await asyncio.wait((starting,))
+    assert starting.cancelled() or isinstance(starting.exception(), WorldTimeout)
+    assert process.was_killed
+    assert not supervisor._children
+    assert not asyncio.get_running_loop().remove_reader(descriptor)
+
+
+async def test_a_former_process_that_ends_late() -> None:
+    """It was frozen; another one has its name, and is not lost with it."""
+    processes = [Process(), Process()]
+    made = iter(processes)
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config, config], None, (), 0, ProcessOptions())
+    supervisor._make_process = lambda *of: next(made).made(*of)
+    for _ in processes:
+        supervisor._start(config)
+    told: list[str] = []
+    membership: Any = SimpleNamespace(
+        failure_of=lambda _: None, lose=lambda *_: told.append("lost"), give_up=told.append
+    )
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
+    supervisor.watch_children(me)
+    former, latter = supervisor._children
+    former.ended.set_result(WorkerLost("b", "its process was killed by SIGKILL"))
+    await asyncio.sleep(0)
+    assert told == []
+    assert supervisor.failures == []
+    assert latter in supervisor._children
+    await supervisor._close(0.0)
+
+
+async def test_two_children_of_one_name() -> None:
+    """The second one is refused: when the first one joins, it would be taken for joined too."""
+    process, joined = Process(), asyncio.Event()
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON)
+    supervisor = Supervisor([], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    starting = asyncio.create_task(supervisor.add(config, joined.wait()))
+    while not supervisor._children:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="two workers are called 'b': the first one is joining"):
+        await supervisor.add(config, joined.wait())
+    joined.set()
+    await starting
+    assert len(supervisor._children) == 1
+    supervisor._send("cancel")
+    await supervisor._close(0.0)

@@ -1,0 +1,817 @@
+"""The directory of a world, without sockets: its start, its changes and its end."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aiorpc_torch._directory.directory import Directory
+from aiorpc_torch._directory.directory_messages import (
+    Add,
+    Announce,
+    Ask,
+    AskMissing,
+    Complete,
+    Confirm,
+    Ended,
+    Entering,
+    Exit,
+    Exited,
+    Failed,
+    FromWorker,
+    GiveUp,
+    Gone,
+    Know,
+    Leave,
+    Left,
+    Members,
+    Missing,
+    Publish,
+    Register,
+    Registered,
+    Resume,
+    Retire,
+    ToWorker,
+    Verdict,
+)
+from aiorpc_torch._directory.directory_stream import encode
+from aiorpc_torch._directory.registration import MAX_PROCESSES, Registration
+
+
+def registration(rank: int, size: int = 3, **changes: Any) -> Registration:
+    """Return a valid registration, with those changes."""
+    return replace(Registration(f"w{rank}", rank, size, "1.0", pid=70 + rank), **changes)
+
+
+class Process:
+    """A worker as the directory sees it: it answers each message when the test delivers it."""
+
+    def __init__(self, network: "Network", own: Registration) -> None:
+        self.network, self.own = network, own
+        self.connection, self.key, self.address = -1, "", f"at {own.name}"
+        self.inbox: list[ToWorker] = []
+        self.number = -1
+        self.is_alive, self.is_cut, self.is_frozen = True, False, False
+        self.has_entered = self.is_retiring = self.has_left = False
+        self.view: dict[str, int] = {}
+        self.told: set[int] = set()
+        self.gone: set[int] = set()
+        self.left: set[int] = set()
+        self.heard: list[ToWorker] = []
+
+    def say(self, message: FromWorker) -> None:
+        if self.is_cut:
+            return
+        self.network.directory.receive(self.connection, message)
+
+    def deliver(self) -> None:
+        """Handle the first message in the inbox."""
+        message = self.inbox.pop(0)
+        self.heard.append(message)
+        match message:
+            case Registered(registrations):
+                self.number = [each.name for each in registrations].index(self.own.name)
+                self.say(Publish(self.address, {}, False))
+            case Entering(own, number):
+                self.own, self.number = own, number
+                self.say(Publish(self.address, {}, False))
+            case Members(members, entering):
+                listed = {each.name for each in members}.union(entering)
+                self.left |= {n for name, n in self.view.items() if name not in listed}
+                self.view |= {each.name: each.number for each in members}
+                if not (self.own.entry or self.has_entered):
+                    self.say(Confirm([], ""))
+            case Complete():
+                self.has_entered = True
+            case Add(member):
+                self.view[member.name] = member.number
+                self.say(Know(member.number))
+            case Announce(_, number):
+                self.has_entered |= number == self.number
+            case Gone(_, number):
+                self.told.add(number)
+                if not self.network.is_alive(number):  # as its ping finds
+                    self.gone.add(number)
+            case Left(_, number):
+                self.left.add(number)
+            case Ask(name, number):
+                self.say(Verdict(name, number, self.network.is_alive(number)))
+
+    def end(self) -> None:
+        """Let the process die."""
+        self.is_alive = False
+        if not self.is_cut:
+            self.network.directory.gone(self.connection)
+
+    def cut(self) -> None:
+        """End the connection, with what is on its way."""
+        self.is_cut = True
+        self.inbox.clear()
+        self.network.directory.gone(self.connection)
+
+    def resume(self) -> None:
+        """Connect again."""
+        self.is_cut = False
+        self.connection = self.network.next_connection(self)
+        self.say(Resume(self.own.name, self.number, self.key))
+
+    def retire(self) -> None:
+        """Take no new calls: this worker will leave while the others go on."""
+        self.is_retiring = True
+        self.say(Retire())
+
+    def depart(self) -> None:
+        """Leave while the others go on."""
+        self.has_left = True
+        self.say(Retire())
+        self.say(Leave(True))
+        self.end()
+
+    @property
+    def last(self) -> ToWorker:
+        return [*self.heard, *self.inbox][-1]
+
+    @property
+    def last_sent(self) -> ToWorker | None:
+        """Return the last message to it that it has not handled."""
+        return self.inbox[-1] if self.inbox else None
+
+
+class Network:
+    """The connections of a directory. What it sends waits in inboxes until it is delivered."""
+
+    def __init__(self) -> None:
+        self.directory = Directory(self)
+        self.processes: list[Process] = []
+        self.owners: list[Process] = []  # of the connections, by number
+        self.expiring: list[Callable[[], None]] = []
+
+    def send(self, connections: Iterable[int], message: ToWorker) -> None:
+        for each in connections:
+            self.owners[each].inbox.append(message)
+
+    def close_connection(self, connection: int) -> None:
+        self.owners[connection].is_alive = False
+
+    def next_connection(self, process: Process) -> int:
+        self.owners.append(process)
+        return len(self.owners) - 1
+
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
+        self.expiring.append(step)
+
+    def register(self, own: Registration) -> Process:
+        process = Process(self, own)
+        self.processes.append(process)
+        process.connection = self.next_connection(process)
+        process.key = f"key {process.connection}"
+        process.say(Register(own, process.key))
+        return process
+
+    def is_alive(self, number: int) -> bool:
+        return any(each.number == number and each.is_alive for each in self.processes)
+
+    def settle(self) -> None:
+        """Deliver all messages and those that follow from them."""
+        while busy := self.busy():
+            for each in busy:
+                each.deliver()
+
+    def busy(self) -> list[Process]:
+        """Return the processes that have a message to handle."""
+        running = [each for each in self.processes if each.is_alive and not each.is_frozen]
+        return [each for each in running if each.inbox]
+
+    def join(self, name: str, **changes: Any) -> Process:
+        return self.register(registration(-1, -1, name=name, joined=True, **changes))
+
+
+def start(size: int = 3) -> tuple[Network, list[Process]]:
+    """Return a world that runs."""
+    network = Network()
+    processes = [network.register(registration(rank, size)) for rank in range(size)]
+    network.settle()
+    assert all(each.has_entered for each in processes)
+    return network, processes
+
+
+# ── start ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_worker_learns_of_all() -> None:
+    """The registrations in rank order, then the addresses; nothing is sent before all are here."""
+    network = Network()
+    processes = [network.register(registration(rank)) for rank in (2, 0)]
+    assert not any(each.inbox for each in processes)
+    processes.append(network.register(registration(1)))
+    network.settle()
+    for each in processes:
+        registered, members, complete = each.heard
+        assert isinstance(registered, Registered)
+        assert [one.name for one in registered.registrations] == ["w0", "w1", "w2"]
+        assert isinstance(members, Members)
+        assert [one[:4] for one in members.members] == [
+            ("w0", 0, 0, "at w0"),
+            ("w1", 1, 1, "at w1"),
+            ("w2", 2, 2, "at w2"),
+        ]
+        assert complete == Complete()
+
+
+def test_workers_within_reach_confirm_nothing() -> None:
+    """The world runs once all have an address."""
+    network = Network()
+    processes = [network.register(registration(rank, 2)) for rank in (0, 1)]
+    for each in processes:
+        each.inbox.clear()
+        each.say(Publish("here", {}, True))
+    assert [[type(one) for one in each.inbox] for each in processes] == [[Members]] * 2
+
+
+@pytest.mark.promise("worlds.missing")
+def test_missing_ranks_are_named_to_all() -> None:
+    """The first worker that times out names the missing ranks to the others too."""
+    network = Network()
+    patient, hasty = (network.register(registration(rank, 4)) for rank in (0, 2))
+    hasty.say(AskMissing())
+    assert hasty.inbox.pop() == Missing([1, 3], "register")
+    hasty.say(GiveUp("within 5 s"))
+    text = "2 of 4 workers did not register within 5 s: rank 1, 3"
+    assert hasty.inbox == [Failed(text, [1, 3])]
+    assert patient.inbox == [Failed(f"{hasty.own} has given up: {text}", [1, 3])]
+    assert network.register(registration(1, 4)).inbox == [Ended()], "of the next attempt"
+
+
+def test_a_worker_that_ends_before_all_have_registered_is_named() -> None:
+    """Until another process takes its rank."""
+    network = Network()
+    first, second = (network.register(registration(rank)) for rank in (0, 1))
+    second.end()
+    first.say(AskMissing())
+    text = f"{second.own} had registered, and ended"
+    assert first.inbox.pop() == Missing([1, 2], "register", text)
+    network.register(registration(1))
+    first.say(AskMissing())
+    assert first.inbox.pop() == Missing([2], "register")
+    network.processes.pop().end()
+    first.say(GiveUp("within 5 s"))
+    expected = f"2 of 3 workers did not register within 5 s: rank 1, 2 ({text})"
+    assert first.inbox == [Failed(expected, [1, 2])]
+
+
+def test_a_worker_that_does_not_start_is_named() -> None:
+    """It has registered, and has no address; or it ends at this step."""
+    for end in (False, True):
+        network = Network()
+        first, second = (network.register(registration(rank, 2)) for rank in (0, 1))
+        first.deliver()
+        if end:
+            second.end()
+            text = f"{second.own} has ended while the world started"
+        else:
+            first.say(GiveUp("within 1 s"))
+            text = "1 of 2 workers did not start within 1 s: rank 1"
+        assert first.inbox == [Failed(text, [1])]
+
+
+def test_a_worker_that_does_not_reach_another() -> None:
+    """All learn of it."""
+    network = Network()
+    first, second = (network.register(registration(rank, 2)) for rank in (0, 1))
+    first.deliver()
+    second.deliver()
+    second.say(Confirm([0], "no way to w0"))
+    assert second.last == Failed("no way to w0", [0])
+    assert first.last == Failed(f"{second.own}: no way to w0", [0])
+
+
+WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "world size": ({"world_size": 4}, ["with world_size=4", "with world_size=3"]),
+    "name": ({"name": "w0"}, ["two workers are called 'w0'"]),
+    "version": ({"version": "2.0"}, ["runs aiorpc_torch", "2.0", "1.0", "run the same version"]),
+}
+
+
+@pytest.mark.promise("worlds.conflict")
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_every_worker_gets_the_conflict(wrong: str, is_first: bool) -> None:
+    """The error names both processes, in either order; also to one that is late, once."""
+    changes, texts = WRONG[wrong]
+    both = [registration(1, **changes), registration(0)]
+    network = Network()
+    processes = [network.register(each) for each in (both if is_first else both[::-1])]
+    processes.append(network.register(registration(2)))
+    for each in processes:
+        [failed] = each.inbox
+        assert isinstance(failed, Failed)
+        assert failed.missing is None
+        assert all(text in failed.text for text in [*texts, "(rank 0,", "(rank 1,"]), failed
+    for rank in range(3):
+        assert network.register(registration(rank)).inbox == [Ended()]
+
+
+@pytest.mark.promise("worlds.conflict")
+def test_two_with_one_rank() -> None:
+    """All learn of both, unless the first has died: then the second has its rank."""
+    network = Network()
+    first = network.register(registration(1, pid=77))
+    first.end()
+    first = network.register(registration(1, pid=78))
+    second = network.register(registration(1, name="other", pid=79))
+    for each in (first, second):
+        [failed] = each.inbox
+        assert isinstance(failed, Failed)
+        assert failed.text.startswith("two workers have rank 1: 'w1' (rank 1, process 78 on ")
+        assert "and 'other' (rank 1, process 79 on " in failed.text
+
+
+@pytest.mark.parametrize(
+    "speak",
+    [
+        lambda directory: directory.receive(7, AskMissing()),
+        lambda directory: directory.receive(0, Register(registration(2))),
+        lambda directory: directory.receive(7, Register(registration(3))),
+        lambda directory: directory.receive(7, Register(registration(0, MAX_PROCESSES + 1))),
+        lambda directory: directory.receive(0, Publish("here", {}, True)),
+        lambda directory: directory.receive(0, Confirm([], "")),
+        lambda directory: directory.receive(1, Verdict("w0", 0, False)),
+    ],
+)
+def test_what_a_connection_must_not_send(speak: Callable[[Directory], None]) -> None:
+    """Raises ValueError, upon which the connection is closed."""
+    network = Network()
+    for rank in (0, 1):
+        network.register(registration(rank))
+    with pytest.raises(ValueError, match=r"."):
+        speak(network.directory)
+
+
+# ── changes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("joining.join")
+def test_workers_join_under_the_next_ranks() -> None:
+    """Those that join at once learn of each other; each is announced when all have added it."""
+    network, first = start(2)
+    joining = [network.join(name) for name in ("a", "b")]
+    first[0].heard.clear()
+    network.settle()
+    every = {"w0": 0, "w1": 1, "a": 2, "b": 3}
+    assert [each.view for each in (*first, *joining)] == [every] * 4
+    assert [each.own.rank for each in joining] == [2, 3]
+    assert [type(each) for each in first[0].heard] == [Add, Add, Announce, Announce]
+
+
+def test_a_worker_that_joins_waits_for_the_world() -> None:
+    network = Network()
+    early, late = network.join("a"), network.join("b")
+    late.say(GiveUp("within 5 s"))
+    [failed] = late.inbox
+    assert isinstance(failed, Failed)
+    assert failed.text.startswith("'b' joins a running world, and none is complete within 5 s.")
+    for rank in (0, 1):
+        network.register(registration(rank, 2))
+    network.settle()
+    assert early.has_entered
+
+
+@pytest.mark.promise("joining.names")
+def test_names_that_are_refused_and_free() -> None:
+    """A living worker's is refused. That of one that has left or died is free."""
+    network, _ = start(2)
+    first = network.join("a")
+    network.settle()
+    for wrong, text in (
+        (network.join("w0"), "two workers are called 'w0'"),
+        (network.join("a"), "two workers are called 'a': the first one is alive"),
+        (network.join("b", version="0.9"), "every worker must run the same version"),
+    ):
+        network.settle()
+        assert isinstance(wrong.last, Failed)
+        assert text in wrong.last.text
+    first.depart()
+    second = network.join("a")
+    network.settle()
+    assert second.view == {"w0": 0, "w1": 1, "a": 3}
+    second.end()
+    third = network.join("a")
+    network.settle()
+    assert third.view == {"w0": 0, "w1": 1, "a": 4}
+
+
+@pytest.mark.promise("joining.hosts")
+@pytest.mark.parametrize("is_hidden", ["member", "joiner", "neither"])
+def test_a_process_of_another_host(is_hidden: str) -> None:
+    """It is refused if it, or a living member, listens on the loopback interface only."""
+    network = Network()
+    where = "127.0.1.1" if is_hidden == "member" else "10.0.0.1"
+    own = registration(0, 1, namespace="here")
+    first = network.register(own)
+    first.address = f"uv://{where}:7"
+    network.settle()
+    for name, space in (("near", "here"), ("far", "there")):
+        joining = network.join(name, namespace=space)
+        is_loopback = is_hidden == "joiner" and name == "far"
+        joining.address = "uv://127.0.0.1:7" if is_loopback else "uv://10.0.0.2:7"
+        network.settle()
+        assert joining.has_entered == (name == "near" or is_hidden == "neither")
+    if is_hidden != "neither":
+        assert isinstance(joining.last, Failed)
+        assert re.search(r"'(w0|far)' listens at 127\.0\.[01]\.1 only", joining.last.text)
+    assert ("far" in first.view) == (is_hidden == "neither")
+
+
+@pytest.mark.promise("joining.names", "joining.death")
+def test_two_that_join_under_one_name() -> None:
+    """The second waits until the first has entered, has given up, or has died meanwhile."""
+    network, _ = start(1)
+    first, second, third = (network.join("a") for _ in range(3))
+    assert isinstance(first.last, Entering)
+    assert not second.inbox
+    first.say(GiveUp("before it was stopped"))
+    assert isinstance(second.last, Entering)
+    second.end()
+    assert isinstance(third.last, Entering)
+    fourth = network.join("a")
+    network.settle()
+    assert third.has_entered
+    assert isinstance(fourth.last, Failed)
+
+
+def test_members_that_do_not_answer() -> None:
+    """A process enters without them after a while, and learns which they are."""
+    network, [first, second] = start(2)
+    joining = network.join("a")
+    joining.deliver()
+    start_expires, add_expires = network.expiring
+    first.deliver()
+    start_expires()
+    assert isinstance(joining.last, Members)
+    add_expires()
+    assert joining.last == Announce("a", 2, ["w1"])
+    add_expires()
+    assert second.inbox == [*second.inbox[:1], Announce("a", 2, ["w1"])], "once"
+
+
+@pytest.mark.promise("joining.bound")
+def test_a_process_that_is_frozen_while_it_joins() -> None:
+    """Its name is free after a while; when it thaws, it learns that, and disturbs none."""
+    network, [first, *_] = start()
+    frozen, second = network.join("a"), network.join("a")
+    [start_expires] = network.expiring
+    assert second.inbox == []
+    start_expires()
+    network.settle()
+    assert second.has_entered
+    assert (second.own.rank, second.number) == (4, 4)
+    assert isinstance(frozen.heard[-1], Failed)
+    assert "had no address within 60 s" in frozen.heard[-1].text
+    assert first.view == {"w0": 0, "w1": 1, "w2": 2, "a": 4}
+
+
+@pytest.mark.promise("joining.numbers")
+@pytest.mark.parametrize("is_replacement", [False, True])
+def test_a_world_that_has_had_all_numbers(is_replacement: bool) -> None:
+    """The next process is refused, and the world goes on."""
+    network, [first, second, third] = start()
+    network.directory._entries = MAX_PROCESSES - 4
+    last = network.join("last")
+    network.settle()
+    assert last.number == MAX_PROCESSES - 1
+    if is_replacement:
+        third.end()
+    refused = network.register(registration(2)) if is_replacement else network.join("a")
+    network.settle()
+    assert isinstance(refused.last, Failed)
+    assert "32,768 processes" in refused.last.text
+    assert second.view == first.view == {"w0": 0, "w1": 1, "w2": 2, "last": MAX_PROCESSES - 1}
+    assert not network.directory._entering
+
+
+@pytest.mark.promise("rejoin.machines")
+def test_a_replacement_process() -> None:
+    """It has the rank and a new number each time. A living process is not replaced."""
+    network, first = start(3)
+    refused = network.register(registration(1, pid=99))
+    network.settle()
+    assert isinstance(refused.last, Failed)
+    assert "two workers are called 'w1': the first one is alive" in refused.last.text
+    refused.end()
+    for count in (1, 2):
+        first[1].end()
+        first[1] = network.register(registration(1, pid=100 + count))
+        network.settle()
+        assert (first[1].own.restarts, first[1].has_entered) == (count, True)
+        views = [{"w0": 0, "w1": 2 + count, "w2": 2}] * 3
+        assert [each.view for each in first] == views
+
+
+def test_a_frozen_process_that_is_replaced() -> None:
+    """Its connection is closed, and the end of it is none of the newer process."""
+    network, first = start(2)
+    network.is_alive = lambda number: number != 1  # type: ignore[method-assign]  # no answer
+    second = network.register(registration(1, 2, pid=99))
+    network.settle()
+    assert second.has_entered
+    assert not first[1].is_alive
+    network.directory.gone(first[1].connection)
+    assert not first[0].gone
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (registration(1, name="w0"), "two workers are called 'w0'"),
+        (registration(1, name="other"), "that rank is of 'w1'"),
+        (registration(1, 4), "world_size must be the same"),
+        (registration(3, 4), "with world_size=4"),
+        (registration(2, name="a"), "cannot rejoin: 'a' (rank 3"),
+    ],
+)
+def test_a_replacement_process_that_conflicts(wrong: Registration, text: str) -> None:
+    """It is refused, and the world goes on."""
+    network, first = start()
+    first[2].end()
+    network.join("a")
+    network.settle()
+    refused = network.register(wrong)
+    network.settle()
+    assert isinstance(refused.last, Failed)
+    assert text in refused.last.text
+    back = network.register(registration(2))
+    network.settle()
+    assert back.has_entered
+
+
+def test_the_end_of_a_connection_is_told_unless_its_worker_has_left() -> None:
+    """Also to a worker that enters later."""
+    network, [first, second, third] = start()
+    second.end()
+    third.say(Leave(False))
+    third.end()
+    joining = network.join("a")
+    network.settle()
+    assert first.gone == joining.gone == {1}
+
+
+@pytest.mark.promise("joining.retire")
+def test_a_worker_that_retires() -> None:
+    """All are told at once, also those that come later; its name is its own until it has left."""
+    network, [first, second, third] = start()
+    third.retire()
+    third.say(Retire())
+    joining = network.join("a")
+    refused = network.join("w2")
+    network.settle()
+    assert first.left == second.left == joining.left == {2}
+    assert first.heard.count(Left("w2", 2)) == 1
+    assert third.left == set()
+    assert isinstance(refused.last, Failed)
+    first.say(Exit([2]))
+    assert first.last == Exited(), "it is not waited for"
+    assert first.gone == set()
+    third.depart()
+    assert first.last == Exited()
+
+
+@pytest.mark.promise("joining.cut")
+def test_a_connection_that_is_opened_again() -> None:
+    """Its process learns of all that has happened meanwhile, and then of what happens."""
+    network, [first, second, third] = start()
+    second.cut()
+    third.end()
+    network.join("a")
+    network.settle()
+    adding = network.join("b")
+    adding.deliver()
+    second.resume()
+    second.deliver()
+    assert second.view == {"w0": 0, "w1": 1, "w2": 2, "a": 3}
+    network.settle()
+    assert second.view == first.view
+    assert second.gone == {2}
+    assert [each for each in second.heard if isinstance(each, Announce)] == [Announce("b", 4, [])]
+    assert (first.told, first.gone) == ({1, 2}, {2})
+
+
+def test_a_connection_that_is_still_open() -> None:
+    """The directory closes it: the process itself knows better."""
+    network, [_, second, _] = start()
+    old = second.connection
+    second.resume()
+    network.directory.gone(old)
+    network.settle()
+    assert second.view == {"w0": 0, "w1": 1, "w2": 2}
+
+
+def test_a_member_that_connects_again_while_its_name_is_wanted() -> None:
+    """It is alive: the other process is refused before rank 0's worker has judged."""
+    network, [first, second, _] = start()
+    second.cut()
+    wanting = network.register(registration(1, pid=99))
+    asked = first.inbox[-1]
+    assert asked == Ask("w1", 1)
+    second.resume()
+    assert isinstance(wanting.last, Failed)
+    assert "the first one is alive" in wanting.last.text
+    wanting.end()
+    network.join("a")
+    network.settle()
+    assert second.view == first.view == {"w0": 0, "w1": 1, "w2": 2, "a": 3}
+
+
+@pytest.mark.promise("security.directory")
+@pytest.mark.parametrize(
+    "wrong", [("w1", 1, "another key"), ("w1", 2, "key 1"), ("w9", 1, "key 1"), ("w1", 1, "")]
+)
+def test_a_stranger_that_connects_again(wrong: tuple[str, int, str]) -> None:
+    """It does not know the key of the process."""
+    network, [first, second, _] = start()
+    connection = network.next_connection(first)
+    network.directory.receive(connection, Resume(*wrong))
+    assert first.inbox == [Ended()]
+    with pytest.raises(ValueError, match="register first"):
+        network.directory.receive(connection, Leave(True))
+    assert network.directory._open[second.connection].is_open
+
+
+# ── exit ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("worlds.exit")
+def test_the_barrier_of_the_exit() -> None:
+    """Each waits for those that it names, unless their connections end."""
+    network, [first, second, third] = start()
+    first.say(Exit([1, 2]))
+    second.say(Exit([0]))
+    assert (first.last, second.last) == (Complete(), Exited())
+    assert network.register(registration(1)).last == Ended(), "of the next world"
+    network.directory.gone(len(network.owners) - 1)  # of that which was turned away
+    assert first.last == Complete()
+    third.end()
+    assert first.last == Exited()
+    network.settle()
+    assert first.heard.count(Exited()) == second.heard.count(Exited()) == 1
+
+
+# ── any order ───────────────────────────────────────────────────────────────────────────────────
+
+EVENTS = ["join", "back", "end", "retire", "depart", "expire", "stop", "freeze", "cut", "resume"]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["deliver"] * 4 + EVENTS),
+        st.integers(0, 30),
+    ),
+    max_size=80,
+)
+
+
+def take(network: Network, step: str, number: int) -> None:
+    """Take one step of a history."""
+    others = [each for each in network.processes if each.is_alive and each.own.rank != 0]
+    chosen = others[number % len(others)] if others else None
+    match step:
+        case "join":
+            network.join("abw1"[number % 4 : number % 4 + 1 + number % 2])
+        case "back":
+            network.register(registration(1 + number % 2))
+        case "deliver":
+            if busy := network.busy():
+                busy[number % len(busy)].deliver()
+        case "end" if chosen is not None:
+            chosen.end()
+        case "retire" if chosen is not None and chosen.has_entered and not chosen.is_cut:
+            chosen.retire()
+        case "depart" if chosen is not None and chosen.own.joined and chosen.has_entered:
+            chosen.depart()
+        case "expire" if network.expiring:
+            network.expiring[number % len(network.expiring)]()
+        case "freeze" if chosen is not None and isinstance(chosen.last_sent, Entering):
+            chosen.is_frozen = True
+        case "cut" if chosen is not None and chosen.has_entered and not chosen.is_cut:
+            chosen.cut()
+        case "resume" if chosen is not None and chosen.is_cut:
+            resume(chosen)
+        case "stop" if chosen is not None and not chosen.has_entered:
+            chosen.say(GiveUp("before it was stopped"))
+
+
+def resume(process: Process) -> None:
+    """Let a process connect again. If it was replaced meanwhile, it is refused."""
+    process.resume()
+    if process.inbox == [Ended()]:
+        process.is_alive = False
+
+
+@given(STEPS)
+def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> None:
+    """In any order of joins, departures, deaths, replacements and messages."""
+    network, _ = start()
+    for step, number in steps:
+        take(network, step, number)
+    network.settle()
+    for each in network.processes:
+        if each.is_cut and each.is_alive:
+            resume(each)
+    for step_later in [*network.expiring]:
+        step_later()
+    for each in network.processes:
+        each.is_frozen = False
+    network.settle()
+    departed = {each.number for each in network.processes if each.has_left}
+    living = [each for each in network.processes if each.is_alive and each.has_entered]
+    views = [{(name, n) for name, n in each.view.items() if n not in departed} for each in living]
+    assert all(view == views[0] for view in views), views
+    numbers = {each.number for each in living}
+    assert numbers <= {number for _, number in views[0]}
+    assert len({each.own.name for each in living}) == len({each.own.rank for each in living})
+    assert len(living) == len({each.own.name for each in living})
+    for each in living:
+        assert numbers.isdisjoint(each.gone)
+        dead = {n for _, n in views[0]} - numbers - departed
+        assert dead <= each.told, "it pings them"
+        leaving = departed | {one.number for one in living if one.is_retiring}
+        assert leaving.intersection(each.view.values()) - {each.number} <= each.left
+        assert each.left <= leaving | {one.number for one in network.processes if one.is_retiring}
+    for each in network.processes:  # none waits without end
+        assert each.has_entered or not each.is_alive or isinstance(each.last, Failed | Ended)
+
+
+@given(st.permutations(range(4)), STEPS)
+def test_a_start_ends_for_all(order: list[int], steps: list[tuple[str, int]]) -> None:
+    """All enter, or all fail: whoever dies or gives up meanwhile."""
+    network = Network()
+    for rank in order:
+        network.register(registration(rank, 4))
+    for step, number in steps:
+        if step in ("deliver", "end", "stop"):
+            take(network, step, number)
+    network.settle()
+    living = [each for each in network.processes if each.is_alive]
+    entered = {each.has_entered for each in living}
+    assert len(entered) <= 1 or any(isinstance(each.last, Failed) for each in living)
+    for each in living:
+        assert each.has_entered or isinstance(each.last, Failed | Ended), each.heard
+
+
+NAMES = st.sampled_from(["w0", "w1", "a", ""])
+NUMBERS = st.integers(-2, 4) | st.integers(-(2**63), 2**63 - 1)
+RANKS = st.lists(NUMBERS, max_size=3)
+REGISTRATIONS = st.builds(
+    Registration,
+    NAMES,
+    NUMBERS,
+    NUMBERS,
+    st.just("1.0"),
+    worker_id=st.none() | NUMBERS,
+    joined=st.booleans(),
+    entry=NUMBERS,
+    restarts=NUMBERS,
+    namespace=st.sampled_from(["", "here", "there"]),
+)
+ADDRESSES = st.sampled_from(["here", "uv://127.0.0.1:1", "uv://10.0.0.1:1", "uv://["])
+MESSAGES = st.one_of(
+    st.builds(Register, REGISTRATIONS, NAMES),
+    st.builds(Resume, NAMES, NUMBERS, NAMES),
+    st.builds(Publish, ADDRESSES, st.just({}), st.booleans()),
+    st.builds(Confirm, RANKS, NAMES),
+    st.builds(GiveUp, NAMES),
+    st.builds(AskMissing),
+    st.builds(Know, NUMBERS),
+    st.builds(Verdict, NAMES, NUMBERS, st.booleans()),
+    st.builds(Retire),
+    st.builds(Leave, st.booleans()),
+    st.builds(Exit, RANKS),
+)
+
+
+class Anything:
+    """Connections that take whatever the directory sends."""
+
+    def send(self, connections: Iterable[int], message: ToWorker) -> None:
+        """Encode it, as the server does."""
+        encode(message)
+
+    def close_connection(self, connection: int) -> None:
+        pass
+
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
+        pass
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), MESSAGES | st.none()), max_size=30))
+def test_any_messages(messages: list[tuple[int, FromWorker | None]]) -> None:
+    """Raise ValueError at most, after which the server closes that connection; None is its end."""
+    directory = Directory(Anything())
+    for connection, message in messages:
+        try:
+            if message is None:
+                directory.gone(connection)
+            else:
+                directory.receive(connection, message)
+        except ValueError:
+            directory.gone(connection)

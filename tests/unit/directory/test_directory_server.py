@@ -1,0 +1,207 @@
+"""The server of a directory: strangers, connections that must be closed, a loop that is blocked."""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from aiorpc_torch._aio import acceptor
+from aiorpc_torch._directory import directory_server
+from aiorpc_torch._directory.directory_messages import (
+    AskMissing,
+    Failed,
+    GiveUp,
+    Missing,
+    Register,
+    ToWorker,
+    read_to_worker,
+)
+from aiorpc_torch._directory.directory_server import MAX_REQUEST, DirectoryServer
+from aiorpc_torch._directory.directory_stream import Stream, encode, greeting, open_stream
+from aiorpc_torch._directory.registration import Registration
+
+SOON = 30.0
+WORLD = "0" * 32
+
+
+class Place:
+    """A directory at a TCP address, and streams to it."""
+
+    def __init__(self) -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = listening.getsockname()
+        self.server = DirectoryServer(WORLD, [listening])
+        self.streams: list[Stream[ToWorker]] = []
+
+    async def open(self, connected: socket.socket | None = None) -> Stream[ToWorker]:
+        """Return a stream to the directory, which has greeted."""
+        connected = connected or socket.create_connection(self.address)
+        stream = await open_stream(connected, read_to_worker, 1 << 20)
+        self.streams.append(stream)
+        assert await stream.read_greeting() == WORLD
+        return stream
+
+    async def register(self, rank: int) -> Stream[ToWorker]:
+        """Return the stream of a worker of three, which has registered."""
+        stream = await self.open()
+        stream.write(greeting())
+        stream.send(Register(Registration(f"w{rank}", rank, 3, "1.0")))
+        stream.send(AskMissing())
+        assert isinstance(await stream.receive(), Missing)
+        return stream
+
+    async def close(self) -> None:
+        self.server.close()
+        for each in self.streams:
+            await each.close()
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    found = Place()
+    async with asyncio.timeout(SOON):
+        yield found
+    await found.close()
+
+
+async def closed(stream: Stream[Any]) -> bool:
+    """Wait until the directory has closed a stream; it may tell why."""
+    try:
+        while isinstance(await stream.receive(), Failed):
+            pass
+    except (EOFError, OSError):
+        return True
+    return False
+
+
+STRANGERS: dict[str, bytes] = {
+    "another program": b"GET / HTTP/1.1\r\n\r\n",
+    "another version": b"aiorpc:9",
+    "another message": greeting() + encode(AskMissing()),
+    "no message": greeting() + b"\x03\0\0\0\xc1\xc1\xc1",
+    "a long message": greeting() + (MAX_REQUEST + 1).to_bytes(4, "little"),
+    "another world": greeting("1" * 32) + encode(Register(Registration("w9", 9, 10, "1.0"))),
+    "no rank": greeting() + encode(Register(Registration("w9", 9, 3, "1.0"))),
+    "deep": greeting() + (100_000).to_bytes(4, "little") + b"\x91" * 100_000,
+}
+
+
+@pytest.mark.promise("security.directory")
+@pytest.mark.parametrize("what", STRANGERS)
+async def test_strangers(place: Place, what: str) -> None:
+    """Their connections are closed, and the world goes on."""
+    stream = await place.open()
+    stream.write(STRANGERS[what])
+    assert await closed(stream)
+    member = await place.register(0)
+    member.send(GiveUp("now"))
+    assert await member.receive() == Failed(
+        "2 of 3 workers did not register now: rank 1, 2", [1, 2]
+    )
+
+
+@pytest.mark.parametrize("start", [b"", greeting()[:3], greeting() + b"\x09\0\0\0"])
+async def test_a_stranger_that_says_nothing(
+    place: Place, start: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a time limit; a worker that has registered has none."""
+    member = await place.register(1)
+    monkeypatch.setattr(directory_server, "REGISTER_TIMEOUT", 0.01)
+    stream = await place.open()
+    stream.write(start)
+    assert await closed(stream)
+    member.send(AskMissing())
+    assert await member.receive() == Missing([0, 2], "register")
+
+
+@pytest.mark.promise("security.directory")
+async def test_many_strangers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a limit the oldest connection is closed."""
+    monkeypatch.setattr(directory_server, "MAX_UNREGISTERED", 2)
+    streams = [await place.open() for _ in range(3)]
+    assert await closed(streams[0])
+    await place.register(0)
+
+
+async def test_strangers_do_not_fill_the_log(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is one warning for many that come at once."""
+    for what in ("another program", "another world", "deep"):
+        stream = await place.open()
+        stream.write(STRANGERS[what])
+        assert await closed(stream)
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(warnings) == 1, warnings
+
+
+async def test_a_message_that_a_worker_must_not_send(place: Place) -> None:
+    """Its own connection is closed: as if it had died, for the others."""
+    first, second = await place.register(0), await place.register(1)
+    second.send(Register(Registration("w0", 0, 3, "1.0")))
+    assert await closed(second)
+    first.send(AskMissing())
+    missing = await first.receive()
+    assert isinstance(missing, Missing)
+    assert missing.ranks == [1, 2]
+    assert missing.ended.startswith("'w1' (rank 1, process ")
+
+
+async def test_a_blocked_loop_delays_no_other_worker(place: Place) -> None:
+    """The directory has a thread of its own; here another loop registers while this one blocks."""
+    done = threading.Event()
+
+    async def register() -> None:
+        stream = await place.register(2)
+        place.streams.remove(stream)
+        await stream.close()
+        done.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(register()))
+    thread.start()
+    assert done.wait(SOON), "this blocks the loop"
+    thread.join()
+
+
+async def test_the_own_worker_of_rank_0(place: Place) -> None:
+    """Its connection is like the others'."""
+    stream = await place.open(place.server.connect())
+    stream.write(greeting())
+    stream.send(Register(Registration("w0", 0, 3, "1.0")))
+    stream.send(AskMissing())
+    assert await stream.receive() == Missing([1, 2], "register")
+
+
+async def test_the_end_of_the_server(place: Place) -> None:
+    """All connections end, and nothing listens."""
+    streams = [await place.register(0), await place.open()]
+    place.server.close()
+    assert all([await closed(each) for each in streams])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place.address)
+
+
+def test_a_connection_that_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For lack of descriptors, say: it waits, and is accepted later."""
+    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.01)
+    accept: Callable[..., Any] = socket.socket.accept
+    failures = [OSError(24, "Too many open files")]
+
+    def fail(self: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+
+    async def live() -> None:
+        place = Place()
+        await place.register(0)
+        await place.close()
+
+    asyncio.run(asyncio.wait_for(live(), SOON))
+    assert not failures

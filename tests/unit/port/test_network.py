@@ -1,0 +1,214 @@
+"""The choice of network interfaces, and the errors for a wrong one."""
+
+import asyncio
+import os
+import socket
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, strategies as st
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorldTimeout
+from aiorpc_torch._port import network
+
+TENSORPIPE, GLOO = network.VARIABLES
+LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AIORPC_INTERFACE", *network.VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ── requested interfaces ────────────────────────────────────────────────────────────────────────
+
+
+def test_addresses_are_those_of_psutil() -> None:
+    """For the interfaces that are up."""
+    up = {name for name, of in psutil.net_if_stats().items() if of.isup}
+    families = (socket.AF_INET, socket.AF_INET6)
+    expected = {
+        name: sorted(each.address.partition("%")[0] for each in of if each.family in families)
+        for name, of in psutil.net_if_addrs().items()
+        if name in up
+    }
+    found = {name: sorted(of) for name, of in network.addresses().items()}
+    assert found == {name: of for name, of in expected.items() if of}
+
+
+@pytest.mark.promise("worlds.interface")
+def test_the_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument, AIORPC_INTERFACE, TensorPipe's variable, the first one of gloo's."""
+    monkeypatch.setattr(network, "addresses", lambda: {name: ["10.0.0.1"] for name in "abcd"})
+    assert network.requested_interface(None) is None
+    monkeypatch.setenv(GLOO, "c,d")
+    assert network.requested_interface(None) == "c"
+    monkeypatch.setenv(TENSORPIPE, "d")
+    assert network.requested_interface(None) == "d"
+    monkeypatch.setenv("AIORPC_INTERFACE", "b")
+    assert network.requested_interface(None) == "b"
+    assert network.requested_interface("a") == "a"
+
+
+@pytest.mark.promise("worlds.interface")
+async def test_a_wrong_interface_is_an_error_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lists the existing interfaces; if one variable is wrong, it names the variable."""
+    where: dict[str, Any] = {"rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
+    with pytest.raises(
+        ValueError, match=rf"'nosuch' is up on this machine: .*{LOOPBACK} \(127\.0\.0\.1"
+    ):
+        async with aiorpc.worker(interface="nosuch", **where):
+            pass
+    monkeypatch.setenv(GLOO, LOOPBACK)
+    monkeypatch.setenv(TENSORPIPE, "nosuch")
+    with pytest.raises(
+        ValueError, match="'nosuch' is up on this machine, as TP_SOCKET_IFNAME says:"
+    ):
+        async with aiorpc.worker(**where):
+            pass
+
+
+@pytest.mark.promise("worlds.loopback")
+async def test_a_local_world_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's variables say how other machines reach this one; a local world has none."""
+    for name in network.VARIABLES:
+        monkeypatch.setenv(name, "nosuch")
+    assert network.loopback_only() == LOOPBACK
+    async with aiorpc.local_world(0) as me:
+        assert not me.peers
+
+
+names = st.sampled_from([None, "a", "b"])
+
+
+@pytest.mark.promise("worlds.environment")
+@given(before=st.tuples(names, names), choice=names)
+def test_the_environment_is_restored(before: Any, choice: str | None) -> None:
+    """For any variables and any interface."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(network.VARIABLES, before, strict=True):
+            if value is not None:
+                patch.setenv(name, value)
+        outside = dict(os.environ)
+        with network.interface_env(choice):
+            chosen = {} if choice is None else {TENSORPIPE: choice}
+            assert dict(os.environ) == outside | chosen
+        assert dict(os.environ) == outside
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("localhost", True),
+        ("localhost.localdomain", True),
+        ("127.0.0.1", True),
+        ("127.0.1.1", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("fd00::1", False),
+        ("0.0.0.0", False),
+        ("localhosts", False),
+    ],
+)
+def test_loopback_hosts(host: str, here: bool) -> None:
+    """Names and addresses that mean the local machine on every machine."""
+    assert network.is_loopback_host(host) == here
+    if here:
+        assert network.interface_towards(host) == LOOPBACK
+
+
+@pytest.mark.parametrize("host", [None, "0.0.0.0", "no such host.invalid", "a" * 70 + ".invalid"])
+def test_torch_chooses_for_an_unknown_host(host: str | None) -> None:
+    """An unknown host raises nothing."""
+    assert network.interface_towards(host) is None
+
+
+@pytest.mark.promise("worlds.loopback")
+async def test_a_world_of_one_listens_on_the_loopback_interface(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever this machine's name resolves to."""
+    with caplog.at_level("INFO", logger="aiorpc_torch"):
+        async with aiorpc.worker("main", rank=0, world_size=1):
+            found = psutil.Process().net_connections("tcp")
+    listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1"}
+    assert f"main uses {LOOPBACK} (127.0.0.1" in caplog.text
+
+
+# ── sockets ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port at which no process listens."""
+    with socket.socket() as held:
+        held.bind(("", 0))
+        return held.getsockname()[1]
+
+
+def listener(host: str | None, port: int) -> tuple[str, int]:
+    with network.listen(host, port) as listening:
+        return listening.getsockname()[:2]
+
+
+ALL = ("::", "0.0.0.0")
+
+
+def test_listen(port: int) -> None:
+    """At the address that the others know, else at all."""
+    assert listener("127.0.0.1", port) == ("127.0.0.1", port)
+    assert listener("localhost", port) == ("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        network.listen("127.0.0.1", taken.getsockname()[1])
+    for host in (None, "192.0.2.254", "0.0.0.0", "no such host.invalid"):
+        assert listener(host, port)[0] in ALL, host
+
+
+def test_own_address() -> None:
+    """One at which other machines reach this one: none of the loopback interface."""
+    assert network.own_address(LOOPBACK) is None
+    for name, has in network.addresses().items():
+        assert network.own_address(name) in (None, *has)
+
+
+@pytest.mark.parametrize(
+    ("init_method", "master", "where"),
+    [
+        ("tcp://127.0.0.1:{}", None, {"127.0.0.1"}),
+        ("tcp://localhost:{}", None, {"127.0.0.1"}),
+        (None, "localhost", {*ALL}),  # as launchers of many machines tell rank 0
+    ],
+)
+async def test_where_rank_0_listens(
+    init_method: str | None,
+    master: str | None,
+    where: set[str],
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the given address; on all interfaces only if the address is unknown."""
+    if master is not None:
+        monkeypatch.setenv("MASTER_ADDR", master)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+    method = init_method and init_method.format(port)
+
+    async def start() -> None:
+        async with aiorpc.worker(rank=0, world_size=2, init_method=method, start_timeout=0.3):
+            pass
+
+    starting = asyncio.create_task(start())
+    found: set[str] = set()
+    while not found and not starting.done():
+        await asyncio.sleep(0.01)
+        sockets = psutil.Process().net_connections("tcp")
+        found = {c.laddr.ip for c in sockets if c.laddr.port == port and not c.raddr}
+    with pytest.raises(WorldTimeout, match="rank 1"):
+        await starting
+    assert found
+    assert found <= where
