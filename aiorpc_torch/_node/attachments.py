@@ -198,10 +198,10 @@ class Attachments:
 def _refusal(peer: str, exc: Exception) -> RpcError:
     """Return the error for calls to a peer that has answered with `exc`."""
     text = safe_str(exc)
-    if "ModuleNotFoundError" in text or "ImportError" in text:
-        reason = "it does not have aiorpc_torch: install it there"
-        return WorkerUnreachable(peer, reason)
-    if "attach_message" in text:  # torch's text for a function that the peer does not know
-        reason = f"it speaks a protocol before {VERSION.decode()}, which this process speaks"
+    if "No module named 'aiorpc_torch'" in text:
+        return WorkerUnreachable(peer, "it does not have aiorpc_torch: install it there")
+    # torch's texts for a module or function that the peer does not know
+    if "ModuleNotFoundError" in text or "ImportError" in text or "attach_message" in text:
+        reason = "it has another version of aiorpc_torch: install one version in both"
         return WorkerUnreachable(peer, reason)
     return classify_error(exc, peer)

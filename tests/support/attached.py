@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.abc
 import multiprocessing
 import os
 import sys
@@ -20,10 +21,19 @@ PATIENCE = 20.0  # seconds for anything that a test waits for
 TORCH_THREADS = 3
 
 
+class _NotInstalled(importlib.abc.MetaPathFinder):
+    """Finds nothing of the package, as where it is not installed."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname.startswith("aiorpc_torch"):
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
 def _play(pipe: Connection, name: str, rank: int, size: int | None, url: str, prepare: str) -> None:
-    if prepare == "bare":  # as where the package is not installed
+    if prepare == "bare":
         for module in [each for each in sys.modules if each.startswith("aiorpc_torch")]:
-            sys.modules[module] = None  # type: ignore[assignment]
+            del sys.modules[module]
+        sys.meta_path.insert(0, _NotInstalled())
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=url, num_worker_threads=TORCH_THREADS, _transports=["uv"]
     )

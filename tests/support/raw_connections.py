@@ -236,7 +236,7 @@ async def send_junk(to: str, frames: list[tuple[int, bytes]]) -> int:
     connections = pool.current()
     answered = 0
     for number, (kind, data) in enumerate(frames):
-        peer = connections._members.workers[to].member.info
+        peer = connections._members.workers[to]
         junk = Junk(frame(kind, data))
         await connections._introductions.connect(peer, CONNECTION + number, junk.start)
         async with asyncio.timeout(SOON):
