@@ -65,7 +65,7 @@ class LocalWorker(Worker):
         await self._on_loop(self._stop(name))
 
     async def _stop(self, name: str) -> None:
-        process = self._node.members.number_of(name)
+        process = self._node.members.worker_id_of(name)
         await self._supervisor.remove(name)
         # Its own message may be on its way. One that has failed is lost.
         if process is not None and not self._node.pool.is_lost(name):

@@ -95,7 +95,7 @@ class Connection(Channel):
         self._peer = peer
         self._peer_name = peer.name  # torch makes a new str each time
         self._me = me
-        self._key = (me.name, me.number, connection_number)
+        self._key = (me.name, me.worker_id, connection_number)
         self._observer = observer
         self.number = connection_number
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)

@@ -179,7 +179,7 @@ class Introductions:
         if peer.introduction is not None:
             return peer.introduction
         me = self._members.me
-        data = dump((me.name, me.number))
+        data = dump((me.name, me.worker_id))
         try:
             answer = await wrap_future(send(peer.member.info, entry_points.introduce, data))
         except Exception as exc:

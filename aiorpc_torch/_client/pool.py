@@ -133,8 +133,8 @@ class ConnectionPool:
             if self._introductions.holding is None and known.has_left:
                 raise WorkerLeft(worker, may_have_run=False)
             return known
-        name, number = split_past_name(worker)
-        if self._members.number_of(name) not in (None, number):
+        name, worker_id = split_past_name(worker)
+        if self._members.worker_id_of(name) not in (None, worker_id):
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
             raise WorkerLost(name, reason, may_have_run=False)
         raise WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)

@@ -1,7 +1,7 @@
 """The directory of a world: its members, its start, its changes and its end. A state machine.
 
 Rank 0 keeps it, and every worker has a connection to it from its registration to its exit. The
-directory decides on names, ranks and process numbers, so there is one order of all changes. It
+directory decides on names, ranks and worker ids, so there is one order of all changes. It
 sends each change to all members, and nothing while nothing changes.
 
 The start has three steps: all have registered, all have an address, all reach each other. torch's
@@ -53,8 +53,7 @@ class _Process:
     connection: int
     registration: Registration
     key: str
-    number: int = -1
-    """torch's worker id."""
+    worker_id: int = -1
     step: int = _START
     """The step of the start that it is in."""
     member: wire.Member | None = None
@@ -90,7 +89,7 @@ class Directory:
         self._ended: dict[int, Registration] = {}  # before all had registered, by rank
         self._waiting: list[_Process] = []  # to enter the running world
         self._entering: dict[str, _Process] = {}  # by the name that is claimed, until announced
-        self._entries = self._joins = self._highest_number = 0
+        self._entries = self._joins = self._highest_id = 0
         self._failure: wire.Failed | None = None
         self._known_ranks: set[int] = set()  # those that know of the failure
         self._is_ending = False
@@ -115,10 +114,10 @@ class Directory:
                 self._give_up(process, when)
             case wire.AskMissing():
                 self._send_missing(process)
-            case wire.Know(number):
-                self._know(connection, number)
-            case wire.Verdict(name, number, is_alive):
-                self._judge(process, name, number, is_alive)
+            case wire.Know(worker_id):
+                self._know(connection, worker_id)
+            case wire.Verdict(name, worker_id, is_alive):
+                self._judge(process, name, worker_id, is_alive)
             case wire.Retire():
                 self._retire(process)
             case wire.Leave(departs):
@@ -137,7 +136,7 @@ class Directory:
             self._on_end_of_member(process)
             self._no_longer_await(process.rank)
         for each in [*self._entering.values()]:
-            self._know(connection, each.number)
+            self._know(connection, each.worker_id)
         self._admit()
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────
@@ -194,15 +193,15 @@ class Directory:
         if self._step == _RUNNING:
             return wire.Complete()
         registrations = [each.registration for each in self._by_rank()]
-        numbers = assign_worker_ids(registrations)
-        for each, number in zip(self._by_rank(), numbers, strict=True):
-            each.number = number
-        self._highest_number = max(numbers)
+        worker_ids = assign_worker_ids(registrations)
+        for each, worker_id in zip(self._by_rank(), worker_ids, strict=True):
+            each.worker_id = worker_id
+        self._highest_id = max(worker_ids)
         return wire.Registered(registrations)
 
     def _publish(self, process: _Process, message: wire.Publish) -> None:
         is_entering = self._entering.get(process.name) is process
-        if process.number < 0 or process.member is not None:
+        if process.worker_id < 0 or process.member is not None:
             raise ValueError("not the time for an address")
         if not is_entering and self._members.get(process.name) is not process:
             return  # it was refused meanwhile
@@ -211,7 +210,7 @@ class Directory:
         process.loopback = host if is_loopback_host(host) and not own.endpoint else ""
         maps, space = message.device_maps, own.namespace
         process.member = wire.Member(
-            process.name, process.rank, process.number, where, maps, space, own.endpoint
+            process.name, process.rank, process.worker_id, where, maps, space, own.endpoint
         )
         if is_entering:
             self._add(process)
@@ -282,8 +281,8 @@ class Directory:
         if (
             self._step != _RUNNING
             or process is None
-            or process.number != message.number
-            or (claim is not None and claim.number >= 0)
+            or process.worker_id != message.worker_id
+            or (claim is not None and claim.worker_id >= 0)
             or not message.key
             or not hmac.compare_digest(process.key, message.key)
         ):
@@ -319,7 +318,7 @@ class Directory:
             if holder is None:
                 self._enter(process)
             else:  # also if its connection has ended: the process may be alive
-                self._send_to((self._first(),), wire.Ask(holder.name, holder.number))
+                self._send_to((self._first(),), wire.Ask(holder.name, holder.worker_id))
 
     def _refusal(self, registration: Registration) -> str:
         """Return why a process cannot enter, "" if it can as far as the names tell."""
@@ -346,11 +345,11 @@ class Directory:
         living = (each for each in self._members.values() if each.is_open)
         return next(filter(None, (_hidden_from(namespace, each) for each in living)), "")
 
-    def _judge(self, judge: _Process, name: str, number: int, is_alive: bool) -> None:
+    def _judge(self, judge: _Process, name: str, worker_id: int, is_alive: bool) -> None:
         process, holder = self._entering.get(name), self._members.get(name)
         if judge.rank != 0 or self._members.get(judge.name) is not judge:
             raise ValueError("not asked whether a process is alive")
-        if process is None or process.number >= 0 or (holder and holder.number != number):
+        if process is None or process.worker_id >= 0 or (holder and holder.worker_id != worker_id):
             return  # a late answer
         if is_alive:
             self._refuse(process, wire.Failed(_taken(name)))
@@ -363,9 +362,9 @@ class Directory:
         self._admit()
 
     def _enter(self, process: _Process) -> None:
-        """Give a process its rank and number, and the members beside whom its agent starts."""
+        """Give a process its rank and worker id, and the members beside whom its agent starts."""
         own, size = process.registration, self._first().registration.world_size
-        if self._highest_number + self._entries + 1 >= MAX_PROCESSES:
+        if self._highest_id + self._entries + 1 >= MAX_PROCESSES:
             self._refuse(process, wire.Failed(_EXHAUSTED))
             return
         self._entries += 1
@@ -376,10 +375,10 @@ class Directory:
             own = replace(own, rank=size + self._joins, world_size=size)
             self._joins += 1
         process.registration = own
-        process.number = self._highest_number + self._entries
+        process.worker_id = self._highest_id + self._entries
         others = [each.registration for each in self._by_rank() if each.name != own.name]
         every = sorted([*others, own], key=lambda each: each.rank)
-        self._send_to((process,), wire.Entering(own, process.number, every))
+        self._send_to((process,), wire.Entering(own, process.worker_id, every))
         self._connections.call_later(START_TIMEOUT, functools.partial(self._expire_start, process))
 
     def _expire_start(self, process: _Process) -> None:
@@ -413,13 +412,13 @@ class Directory:
         self._send_to((process,), wire.Members(self._listed(but), names))
         for each in self._members.values():
             if each.is_retiring:
-                self._send_to((process,), wire.Left(each.name, each.number))
+                self._send_to((process,), wire.Left(each.name, each.worker_id))
             if not (each.is_open or each.has_left):
-                self._send_to((process,), wire.Gone(each.name, each.number))
+                self._send_to((process,), wire.Gone(each.name, each.worker_id))
 
-    def _know(self, connection: int, number: int) -> None:
+    def _know(self, connection: int, worker_id: int) -> None:
         for process in [*self._entering.values()]:
-            if process.number == number and connection in process.unaware:
+            if process.worker_id == worker_id and connection in process.unaware:
                 process.unaware.remove(connection)
                 if not process.unaware:
                     self._announce(process)
@@ -430,7 +429,8 @@ class Directory:
             return
         del self._entering[process.name]
         silent = [each.name for each in self._by_rank() if each.connection in process.unaware]
-        self._send_to(self._members.values(), wire.Announce(process.name, process.number, silent))
+        announce = wire.Announce(process.name, process.worker_id, silent)
+        self._send_to(self._members.values(), announce)
         self._admit()
 
     def _forget_entry(self, process: _Process) -> None:
@@ -449,13 +449,13 @@ class Directory:
             text = f"{process.registration} has ended while the world started"
             self._fail(wire.Failed(text, [process.rank]))
         elif self._step == _RUNNING and not process.has_left:
-            self._send_to(self._members.values(), wire.Gone(process.name, process.number))
+            self._send_to(self._members.values(), wire.Gone(process.name, process.worker_id))
 
     def _retire(self, process: _Process) -> None:
         if self._members.get(process.name) is process and not process.is_retiring:
             process.is_retiring = True
             others = [each for each in self._members.values() if each is not process]
-            self._send_to(others, wire.Left(process.name, process.number))
+            self._send_to(others, wire.Left(process.name, process.worker_id))
 
     def _leave(self, process: _Process, departs: bool) -> None:
         process.has_left = True

@@ -14,7 +14,7 @@ class Member(NamedTuple):
 
     name: str
     rank: int
-    number: int
+    worker_id: int
     address: str
     device_maps: dict[str, dict[str, str]]
     namespace: str
@@ -29,7 +29,7 @@ class _OfProcess(_Message):
     """The base class of messages about one process."""
 
     name: str
-    number: int
+    worker_id: int
 
 
 # ── of a worker ─────────────────────────────────────────────────────────────────────────────────
@@ -76,9 +76,9 @@ class AskMissing(_Message):
 
 
 class Know(_Message):
-    """The worker has added the process with that number: other workers may tell it of it."""
+    """The worker has added the process with that worker id: other workers may tell it of it."""
 
-    number: int
+    worker_id: int
 
 
 class Verdict(_OfProcess):
@@ -117,10 +117,10 @@ class Registered(_Message):
 
 
 class Entering(_Message):
-    """The process enters a running world with this registration and number, beside these."""
+    """The process enters a running world with this registration and worker id, beside these."""
 
     own: Registration
-    number: int
+    worker_id: int
     registrations: Sequence[Registration]
     """Of all members in rank order, its own one included."""
 

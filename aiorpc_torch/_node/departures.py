@@ -186,7 +186,7 @@ class Departures:
 
     def _withdraw(self, token: int) -> None:
         """End a wait that is cancelled, here and at the coordinator, whose answer is ignored."""
-        self._waits.end(self.members.name, self.members.me.number, token)
+        self._waits.end(self.members.name, self.members.me.worker_id, token)
         coordinator = self._coordinator()
         if coordinator is not None and coordinator != self.members.name:
             with contextlib.suppress(Exception):  # torch does not reach it
@@ -264,13 +264,13 @@ class Departures:
             return
         done = {*answer.done}
         for each in self.members.peers.values():
-            each.is_done_there |= (each.name, each.number) in done
+            each.is_done_there |= (each.name, each.worker_id) in done
             each.loss_there = answer.lost.get(each.name, "")
-        if (answering := self.members.get(peer, answer.report.process)) is not None:
+        if (answering := self.members.get(peer, answer.report.worker_id)) is not None:
             answering.is_open &= answer.is_open
 
     def _record(self, name: str, report: Report) -> None:
-        if (known := self.members.get(name, report.process)) is not None:
+        if (known := self.members.get(name, report.worker_id)) is not None:
             known.record(report)
 
     # ── without a coordinator ───────────────────────────────────────────────────────────────────
@@ -323,13 +323,13 @@ class Departures:
         if request.patience and self._coordinator() == self.members.name:
             self._open_wait(request, complete)
             return
-        self._waits.end(request.name, request.report.process, request.token)
+        self._waits.end(request.name, request.report.worker_id, request.token)
         complete(self._answer(request, False))
         self.settle()
 
     def _open_wait(self, request: Request, complete: Callable[[Answer], None]) -> None:
         """Answer a request when its goal is reached, or its patience is over."""
-        asker = request.name, request.report.process, request.token
+        asker = request.name, request.report.worker_id, request.token
         answer = lambda is_reached: complete(self._answer(request, is_reached))  # noqa: E731
         wait = Wait(*asker, request.goal, request.among, answer)
         self._waits.add(wait)
@@ -341,7 +341,7 @@ class Departures:
     def _answer(self, request: Request, is_reached: bool) -> Answer:
         missing = self._waits.missing(request.name, request.goal, request.among)
         is_open = self._coordinator() == self.members.name
-        done = [(each.name, each.number) for each in self.members.everybody() if each.is_done]
+        done = [(each.name, each.worker_id) for each in self.members.everybody() if each.is_done]
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
         return Answer(is_reached, is_open, self._own.report, missing, done, lost)
 
@@ -375,7 +375,7 @@ class Departures:
 
     async def tell(self, peers: Iterable[str], failure: str) -> None:
         """Tell by torch RPC, as far as the peers answer, that this worker has failed."""
-        data = dump((self.members.name, self.members.me.number, wire_text(failure)))
+        data = dump((self.members.name, self.members.me.worker_id, wire_text(failure)))
         answers = []
         for peer in peers:
             with contextlib.suppress(Exception):  # torch does not reach it

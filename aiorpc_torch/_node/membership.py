@@ -122,13 +122,13 @@ class Membership:
         if peer.state is State.LOST:  # it was frozen or unreachable
             call_soon(self._loop, self.report, peer, Event.MESSAGE)
 
-    def on_disconnect(self, name: str, number: int, error: RpcError) -> RpcError | None:
+    def on_disconnect(self, name: str, worker_id: int, error: RpcError) -> RpcError | None:
         """Probe a process whose connection ended without a leave message.
 
         Return the error of the calls of that connection. None if the process is a child of this
         one that has ended or ends now: its loss, which follows, has the reason.
         """
-        peer = self._peers.get(name, number)
+        peer = self._peers.get(name, worker_id)
         if peer is None or name == self._peers.name:
             return error
         if (known := peer.failure or peer.final) is not None:
@@ -140,12 +140,12 @@ class Membership:
         run_on_loop(self._loop, self.report, peer, event, error)  # before its callers resume
         return None if is_exiting else error
 
-    def on_leave_message(self, name: str, number: int, what: str, text: str) -> None:
+    def on_leave_message(self, name: str, worker_id: int, what: str, text: str) -> None:
         """Note why a process has closed a connection, before its callers resume."""
-        run_on_loop(self._loop, self._on_leave_message, name, number, what, text)
+        run_on_loop(self._loop, self._on_leave_message, name, worker_id, what, text)
 
-    def _on_leave_message(self, name: str, number: int, what: str, text: str) -> None:
-        peer = self._peers.get(name, number)
+    def _on_leave_message(self, name: str, worker_id: int, what: str, text: str) -> None:
+        peer = self._peers.get(name, worker_id)
         if peer is not None and what == "detached" and text.isdecimal():
             self.report(peer, Event.DETACH, epoch=int(text))
         elif peer is not None and what == "failed":
@@ -243,9 +243,9 @@ class Membership:
     def _note_reachable(self, peer: Peer) -> None:
         is_replaced = self._peers.peers.get(peer.name) is not peer
         if is_replaced or peer.state is not State.ALIVE:
-            rrefs.note_gone(peer.number, peer.name)
+            rrefs.note_gone(peer.worker_id, peer.name)
         else:
-            rrefs.note_back(peer.number)
+            rrefs.note_back(peer.worker_id)
 
     def _end(self, peer: Peer, error: RpcError) -> None:
         is_replaced = self._peers.peers.get(peer.name) is not peer

@@ -97,7 +97,7 @@ class Registry:
         workers = {each.name: each for each in self._members.workers.values()}
         found = []
         for worker in sorted(workers.values(), key=lambda each: each.rank):
-            _, rref = states.get(Party(worker.name, worker.number), (0, None))
+            _, rref = states.get(Party(worker.name, worker.worker_id), (0, None))
             if worker.name == self._members.name:
                 rref = self._table.find(name)
             if rref is not None and self._is_alive(worker.name):
@@ -124,7 +124,7 @@ class Registry:
         self._notify(*self._listeners)
 
     def _is_current(self, party: Party) -> bool:
-        is_process = self._members.get(party.name, party.number) is not None
+        is_process = self._members.get(party.name, party.worker_id) is not None
         return is_process and (party.name == self._members.name or self._is_here(party.name))
 
     def _ask_soon(self, peer: str, name: str) -> None:
@@ -143,10 +143,10 @@ class Registry:
 
     async def _ask_once(self, peer: str, name: str) -> bool:
         """Return False if the answer is lost: no change of the peer may follow."""
-        me, process = self._members.me, self._members.peers[peer].number
+        me, process = self._members.me, self._members.peers[peer].worker_id
         target = FunctionTarget(watch_state)
         try:
-            state = await RemoteCall(peer, target, None, name, me.name, me.number)
+            state = await RemoteCall(peer, target, None, name, me.name, me.worker_id)
         except WorkerLost:
             return False
         self.take(name, Party(peer, process), state)
@@ -201,7 +201,7 @@ class Registry:
         """Tell the present state; return whether the watcher then knows the last one."""
         me, state, told = self._members.me, self._table.state(name), self._watchers[name, watcher]
         call = RemoteCall(
-            watcher.name, FunctionTarget(take_state), None, name, me.name, me.number, state
+            watcher.name, FunctionTarget(take_state), None, name, me.name, me.worker_id, state
         )
         try:
             is_watched = await call

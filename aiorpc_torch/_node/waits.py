@@ -22,7 +22,7 @@ class Wait:
     """A wait of worker `asker` until the workers `among` (default: all others) reach `goal`."""
 
     asker: str
-    process: int
+    worker_id: int
     token: int
     """Number of the wait in its process: a repeated one replaces the first."""
     goal: Activity
@@ -53,13 +53,13 @@ class Waits:
 
     def add(self, wait: Wait) -> None:
         """Add a wait, in place of an earlier one with its token."""
-        self.end(wait.asker, wait.process, wait.token)
+        self.end(wait.asker, wait.worker_id, wait.token)
         self._waits.append(wait)
 
-    def end(self, asker: str, process: int, token: int) -> None:
+    def end(self, asker: str, worker_id: int, token: int) -> None:
         """End a wait that is not reached, if there is one."""
         for each in [*self._waits]:
-            if (each.asker, each.process, each.token) == (asker, process, token):
+            if (each.asker, each.worker_id, each.token) == (asker, worker_id, token):
                 self.expire(each)
 
     def expire(self, wait: Wait) -> None:
@@ -87,7 +87,7 @@ class Waits:
             each.answer(True)
 
     def _is_asked(self, wait: Wait) -> bool:
-        asker = self._members.get(wait.asker, wait.process)
+        asker = self._members.get(wait.asker, wait.worker_id)
         return asker is not None and asker.is_awaited
 
     def _missing_of_all(self) -> dict[Wait, list[str]]:

@@ -15,15 +15,15 @@ class PeerObserver(Protocol):
     def on_message(self, peer: Peer) -> None:
         """Note a message of a peer that is not alive."""
 
-    def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
-        """Handle the end of a connection to process `number` of `peer` without a leave message.
+    def on_disconnect(self, peer: str, worker_id: int, error: RpcError) -> RpcError | None:
+        """Handle the end of a connection to process `worker_id` of `peer` without a leave message.
 
         Return the error of its calls: `error`, or what the process has told of its failure. None if
         that process has ended or ends now: `ConnectionPool.on_peer_lost` follows with the reason.
         """
 
-    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
-        """Handle the leave message of process `number` of `peer`: its kind and its reason.
+    def on_leave_message(self, peer: str, worker_id: int, what: str, text: str) -> None:
+        """Handle the leave message of process `worker_id` of `peer`: its kind and its reason.
 
         "retires": it takes no new calls, and the leave message of its connections follows.
         """

@@ -55,8 +55,8 @@ class Activity(enum.IntEnum):
 class Report(NamedTuple):
     """A report of one process. Each change of the activity has the next sequence number."""
 
-    process: int
-    """torch's worker id: new for a replacement process, whose activity is ACTIVE."""
+    worker_id: int
+    """New for a replacement process, whose activity is ACTIVE."""
     sequence: int
     activity: Activity
 
@@ -150,7 +150,7 @@ class Peer:
         member: its addresses and device maps, beside what follows.
         name: name of its worker.
         rank: rank of its worker.
-        number: torch's worker id: unlike the rank, it is new for each process.
+        worker_id: torch's: unlike the rank, it is new for each process.
         state: changed by `Peers.apply` alone.
         error: why it is lost, or has ended; None while it is alive.
         final: why no other process takes its place, None if one may.
@@ -174,13 +174,13 @@ class Peer:
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
         *("introduction", "is_done_there", "is_exiting", "is_first", "is_open", "is_pinged"),
         *("is_probed", "last_heard"),
-        *("loss_there", "member", "name", "number", "rank", "refusal", "silent_since", "state"),
-        *("told", "watched_since", "_has_detached", "_sequence"),
+        *("loss_there", "member", "name", "rank", "refusal", "silent_since", "state"),
+        *("told", "watched_since", "worker_id", "_has_detached", "_sequence"),
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
         self.member = member
-        self.name, self.rank, self.number = member.name, member.rank, member.number
+        self.name, self.rank, self.worker_id = member.name, member.rank, member.worker_id
         self.state = State.ALIVE
         self.error: RpcError | None = None
         self.final: RpcError | None = None
@@ -204,7 +204,7 @@ class Peer:
         self.credentials: Credentials | None = None
 
     def __repr__(self) -> str:
-        return f"<Peer {self.name} {self.number}: {self.state.name}>"
+        return f"<Peer {self.name} {self.worker_id}: {self.state.name}>"
 
     @property
     def is_lost(self) -> bool:
@@ -246,7 +246,7 @@ class Peer:
     @property
     def report(self) -> Report:
         """Return the last report of the process."""
-        return Report(self.number, self._sequence, self.activity)
+        return Report(self.worker_id, self._sequence, self.activity)
 
     def record(self, report: Report) -> None:
         """Record a report of this process, unless it is late."""
@@ -320,7 +320,7 @@ class Peers:
     def me(self) -> Party:
         """Return this process."""
         own = self.workers[self.name]
-        return Party(self.name, own.number)
+        return Party(self.name, own.worker_id)
 
     def names(self) -> list[str]:
         """Return the names of all workers. In any thread."""
@@ -330,15 +330,15 @@ class Peers:
         """Return all workers, in the order in which they became known."""
         return [self.workers[name] for name in self.names()]
 
-    def get(self, name: str, number: int) -> Peer | None:
+    def get(self, name: str, worker_id: int) -> Peer | None:
         """Return the record of a worker's process, None if it is not the current one."""
         found = self.workers.get(name)
-        return found if found is not None and found.number == number else None
+        return found if found is not None and found.worker_id == worker_id else None
 
-    def number_of(self, name: str) -> int | None:
-        """Return the number of a worker's process, None for no worker of this world."""
+    def worker_id_of(self, name: str) -> int | None:
+        """Return the worker id of a worker's process, None for no worker of this world."""
         found = self.workers.get(name)
-        return None if found is None else found.number
+        return None if found is None else found.worker_id
 
     def is_here(self, name: str) -> bool:
         """Return whether a peer is in the world, as far as readers of changes know. In any thread.
@@ -364,7 +364,7 @@ class Peers:
         """
         if caller.name not in self.workers:
             raise ValueError(f"no worker {caller.name!r} in this world")
-        if (found := self.get(caller.name, caller.number)) is None:
+        if (found := self.get(caller.name, caller.worker_id)) is None:
             raise NotInWorld(replaced_text(caller.name))
         return found
 

@@ -168,7 +168,7 @@ class Listener:
     def introduce(self, caller: Peer) -> Introduction:
         """Return the credentials and addresses for a caller; the same at each request."""
         if (known := caller.credentials) is None:
-            party = Party(caller.name, caller.number)
+            party = Party(caller.name, caller.worker_id)
             known = caller.credentials = Credentials(party, self._me)
             self._credentials[known.key] = known
         return known, self.addresses

@@ -112,7 +112,7 @@ class Server:
         """Return the session of an authenticated connection."""
         mapped = self._routes.answers.get(caller.name, ())
         # Another process may have taken its place since it was introduced: it is refused then.
-        peer = self._members.get(caller.name, caller.number) or _past(caller)
+        peer = self._members.get(caller.name, caller.worker_id) or _past(caller)
         session = Session(self, peer, connection, self._executor.call_on_loop, mapped)
         self.sessions.add(session)
         return session
@@ -121,7 +121,7 @@ class Server:
         self, caller: Party, connection: int, purpose: int, sock: socket.socket
     ) -> None:
         """Use a proven socket for tensors of an open session, or close it."""
-        if (session := self.sessions.get((caller.name, caller.number, connection))) is None:
+        if (session := self.sessions.get((caller.name, caller.worker_id, connection))) is None:
             sock.close()
         else:
             session.add_socket(purpose, sock)
@@ -223,12 +223,12 @@ class Server:
     def on_session_end(self, session: Session, what: str, text: str) -> None:
         """Cancel the calls of a session that has ended, and report why it has."""
         self.sessions.end(session)
-        name, number, _ = session.key
+        name, worker_id, _ = session.key
         if what == "lost":
             lost = WorkerLost(name, "its connection has ended")
-            self._observer.on_disconnect(name, number, lost)
+            self._observer.on_disconnect(name, worker_id, lost)
         else:
-            self._observer.on_leave_message(name, number, what, text)
+            self._observer.on_leave_message(name, worker_id, what, text)
 
     def tally(self) -> tuple[int, int, int]:
         """Return the calls served, those that run, and the bytes of held results. In any thread."""
@@ -332,4 +332,4 @@ class Server:
 
 def _past(caller: Party) -> Peer:
     """Return the record of a process that another one has replaced."""
-    return Peer(PeerInfo(caller.name, -1, caller.number, ""))
+    return Peer(PeerInfo(caller.name, -1, caller.worker_id, ""))

@@ -111,7 +111,7 @@ class Session(Channel):
     ) -> None:
         super().__init__()
         self.caller = peer.name
-        self.key: SessionKey = (peer.name, peer.number, connection)
+        self.key: SessionKey = (peer.name, peer.worker_id, connection)
         self._peer = peer
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()

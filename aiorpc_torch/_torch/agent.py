@@ -69,8 +69,8 @@ class PeerInfo:
 
     name: str
     rank: int
-    number: int
-    """torch's worker id: unlike the rank, it is new for a replacement process."""
+    worker_id: int
+    """torch's: unlike the rank, it is new for a replacement process."""
     address: str
     device_maps: NamedDeviceMaps = field(default_factory=dict)
     """For each peer's name, from its own devices to the peer's."""
@@ -84,7 +84,7 @@ class PeerInfo:
     @property
     def info(self) -> WorkerInfo:
         """torch's reference to the worker."""
-        return WorkerInfo(self.name, self.number)
+        return WorkerInfo(self.name, self.worker_id)
 
 
 class Routes(Protocol):
@@ -169,7 +169,7 @@ class Agent:
         entry of the owner meanwhile. After its erasure torch would read freed memory.
         (2.15; tests/unit/torch/test_agent.py)
         """
-        rrefs.note_past(old.number)
+        rrefs.note_past(old.worker_id)
         if self._routes is not None:
             self._routes.forget(old)
         # torch forgets the maps that are not listed. An entry that stays would not be replaced.

@@ -44,7 +44,7 @@ class Party:
     """A worker's process: its name and torch's worker id."""
 
     name: str
-    number: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)

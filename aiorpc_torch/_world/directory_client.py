@@ -331,7 +331,7 @@ class DirectoryClient:
             await asyncio.sleep(self._pause_of_resume)
             self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
             try:
-                resume = wire.Resume(me.name, me.number, self._key)
+                resume = wire.Resume(me.name, me.worker_id, self._key)
                 stream = await self._dial(resume, self._world)
             except (ConnectionRefusedError, FileNotFoundError) as exc:
                 if self._has_ended(node):
@@ -360,22 +360,22 @@ class DirectoryClient:
         match message:
             case wire.Add(member):
                 node.add(PeerInfo(*member))
-                self._send(wire.Know(member.number))
+                self._send(wire.Know(member.worker_id))
             case wire.Members(members, entering):  # once connected again
                 self._pause_of_resume = RETRY_INTERVAL
                 self._update(node, members, entering)
             case wire.Announce(name, _, silent) if name == node.members.name:
                 self._entered.set_result(silent)
-            case wire.Announce(name, number):
-                if node.members.get(name, number) is not None:
+            case wire.Announce(name, worker_id):
+                if node.members.get(name, worker_id) is not None:
                     node.membership.announce(name)
-            case wire.Gone(name, number):
+            case wire.Gone(name, worker_id):
                 error = WorkerLost(name, "its connection to rank 0 has ended")
-                node.membership.on_disconnect(name, number, error)
-            case wire.Left(name, number):
-                node.membership.on_leave_message(name, number, "left", "")
-            case wire.Ask(name, number):
-                task = self._loop.create_task(self._judge(node, name, number))
+                node.membership.on_disconnect(name, worker_id, error)
+            case wire.Left(name, worker_id):
+                node.membership.on_leave_message(name, worker_id, "left", "")
+            case wire.Ask(name, worker_id):
+                task = self._loop.create_task(self._judge(node, name, worker_id))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case wire.Exited():
@@ -386,7 +386,7 @@ class DirectoryClient:
     ) -> None:
         """Note what has changed while there was no connection."""
         for each in members:
-            known = node.members.get(each.name, each.number)
+            known = node.members.get(each.name, each.worker_id)
             if known is None:
                 node.add(PeerInfo(*each))
             if known is None or not known.is_here:
@@ -396,13 +396,13 @@ class DirectoryClient:
         listed = {each.name for each in members}.union(entering)
         for peer in node.members.present():
             if peer not in listed:
-                number = node.members.peers[peer].number
-                node.membership.on_leave_message(peer, number, "left", "")
+                worker_id = node.members.peers[peer].worker_id
+                node.membership.on_leave_message(peer, worker_id, "left", "")
 
-    async def _judge(self, node: "Node", name: str, number: int) -> None:
+    async def _judge(self, node: "Node", name: str, worker_id: int) -> None:
         """Tell the directory whether a process is alive, whose name another one wants."""
-        is_alive = node.members.get(name, number) is not None and await _is_alive(node, name)
-        self._send(wire.Verdict(name, number, is_alive))
+        is_alive = node.members.get(name, worker_id) is not None and await _is_alive(node, name)
+        self._send(wire.Verdict(name, worker_id, is_alive))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

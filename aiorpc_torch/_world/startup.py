@@ -84,23 +84,23 @@ class Startup:
         """Register, start torch's RPC, and return this worker's device maps."""
         answer = await self._directory.register()
         registrations = answer.registrations
-        own, number = self._directory.registration, 0
+        own, worker_id = self._directory.registration, 0
         if isinstance(answer, Entering):
-            own, number = answer.own, answer.number
+            own, worker_id = answer.own, answer.worker_id
             self._directory.registration = own
         else:
-            number = assign_worker_ids(registrations)[own.rank]
+            worker_id = assign_worker_ids(registrations)[own.rank]
         every = resolve_device_maps(registrations, own.name)
         maps = {each.name: of for each, of in zip(registrations, every, strict=True)}
         is_first = all(each.worker_id is None for each in registrations)
-        step = lambda: self._start_agent(number, maps, first_world=is_first)  # noqa: E731
+        step = lambda: self._start_agent(worker_id, maps, first_world=is_first)  # noqa: E731
         self._starting = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
         await asyncio.wait((self._starting,))
         self._starting.result()
         return maps[own.name]
 
     def _start_agent(
-        self, number: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
+        self, worker_id: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
     ) -> None:
         config, interface = self._config, self._interface()
         channels = channel_names(config.channels)
@@ -112,7 +112,7 @@ class Startup:
         with network.interface_env(interface):
             self._agent = Agent(
                 config.name,
-                number,
+                worker_id,
                 threads=config.threads,
                 transports=config.transports,
                 channels=channels,

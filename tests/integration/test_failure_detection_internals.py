@@ -49,10 +49,10 @@ async def test_a_peer_that_told_of_its_failure() -> None:
     async with world(["b"]) as me:
         detector, peer = me._node.membership, me._node.members.peers["b"]
         ended = WorkerLost("b", "its connection has ended")
-        before = detector.on_disconnect("b", peer.number, ended)
-        detector.on_leave_message("b", peer.number, "failed", "ValueError: odd\nTraceback")
+        before = detector.on_disconnect("b", peer.worker_id, ended)
+        detector.on_leave_message("b", peer.worker_id, "failed", "ValueError: odd\nTraceback")
         detector.on_unreachable(peer, RuntimeError("EOF: end of file (tensorpipe/uv.cc:1)"))
-        errors = [peer.error, detector.on_disconnect("b", peer.number, ended)]
+        errors = [peer.error, detector.on_disconnect("b", peer.worker_id, ended)]
     assert before is ended
     for error in errors:
         assert isinstance(error, WorkerLost)

@@ -405,7 +405,7 @@ async def test_a_hello_is_good_once(listening: aiorpc.types.Worker, kind: str) -
     await thief.is_refused()
     honest.writer.write(said)
     await honest.reader.readexactly(PROOF)
-    assert [*server().sessions] == [("stranger", credentials.caller.number, CONNECTION)]
+    assert [*server().sessions] == [("stranger", credentials.caller.worker_id, CONNECTION)]
     await honest.leave()
     assert not unproven()
 

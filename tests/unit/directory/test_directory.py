@@ -81,14 +81,14 @@ class Process:
             case Members(members, entering):
                 listed = {each.name for each in members}.union(entering)
                 self.left |= {n for name, n in self.view.items() if name not in listed}
-                self.view |= {each.name: each.number for each in members}
+                self.view |= {each.name: each.worker_id for each in members}
                 if not (self.own.entry or self.has_entered):
                     self.say(Confirm([], ""))
             case Complete():
                 self.has_entered = True
             case Add(member):
-                self.view[member.name] = member.number
-                self.say(Know(member.number))
+                self.view[member.name] = member.worker_id
+                self.say(Know(member.worker_id))
             case Announce(_, number):
                 self.has_entered |= number == self.number
             case Gone(_, number):

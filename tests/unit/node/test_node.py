@@ -344,12 +344,12 @@ async def test_a_lost_peer_that_attaches_again(entered: list[Node]) -> None:
     node.membership.report(peer, Event.DETACH, epoch=1)
     node.membership.lose("near", WorkerLost("near", "for this test"))
     with pytest.raises(ReferenceError, match="lost or has left"):
-        rrefs._check_owner(peer.number)
+        rrefs._check_owner(peer.worker_id)
     waiting = asyncio.ensure_future(me.wait_for("near"))
     await asyncio.sleep(0)
     node.membership.report(peer, Event.ATTACH, epoch=2)
     await waiting
-    rrefs._check_owner(peer.number)
+    rrefs._check_owner(peer.worker_id)
     await node.server.close(SOON)
 
 

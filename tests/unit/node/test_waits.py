@@ -29,12 +29,12 @@ class World:
         self.activities[name] = activity
         self.sequences[name] += 1
         peer = self.members.peers[name]
-        peer.record(Report(peer.number, self.sequences[name], activity))
+        peer.record(Report(peer.worker_id, self.sequences[name], activity))
 
     def begin(self, name: str, goal: Activity) -> None:
         self.report(name, goal)
         self.waiting.add(name)
-        process = self.members.peers[name].number
+        process = self.members.peers[name].worker_id
         answer = lambda is_reached: self.on_answer(name, goal, is_reached)  # noqa: E731
         self.waits.add(Wait(name, process, 0, goal, (), answer))
 
@@ -46,11 +46,11 @@ class World:
     def cancel(self, name: str) -> None:
         if self.activities[name] is Activity.SERVING:
             self.report(name, Activity.ACTIVE)
-            self.waits.end(name, self.members.peers[name].number, 0)
+            self.waits.end(name, self.members.peers[name].worker_id, 0)
 
     def replace(self, name: str) -> None:
         peer = self.members.peers[name]
-        self.members.replace(PeerInfo(name, peer.rank, peer.number + len(NAMES), ""))
+        self.members.replace(PeerInfo(name, peer.rank, peer.worker_id + len(NAMES), ""))
         self.members.apply(self.members.peers[name], Event.ENTRY)
         self.activities[name] = Activity.ACTIVE
         self.sequences[name] = 0

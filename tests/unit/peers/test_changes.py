@@ -43,7 +43,7 @@ class Told:
         peer = self.peers.peers[name]
         effects = []
         if kind == "joined" and peer.has_left:
-            effects = self.peers.replace(PeerInfo(name, peer.rank, peer.number + 10, ""))
+            effects = self.peers.replace(PeerInfo(name, peer.rank, peer.worker_id + 10, ""))
         peer, reason = self.peers.peers[name], WorkerLost(name, "for this test")
         effects += self.peers.apply(peer, EVENTS[kind], reason)
         logged = [each.change for each in effects if each.change is not None]

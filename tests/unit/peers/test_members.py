@@ -29,7 +29,7 @@ def test_a_process_that_was_replaced() -> None:
     with pytest.raises(NotInWorld, match="worker 'b' was restarted"):
         found.check(Party("b", 6))
     found.check(Party("b", 7))
-    assert (peers["b"].number, found.number_of("b"), found.workers[1].number) == (7, 7, 7)
+    assert (peers["b"].worker_id, found.worker_id_of("b"), found.workers[1].worker_id) == (7, 7, 7)
     assert found.told() == {}
     assert found.get("b", 6) is None
     assert found.get("b", 7) is peers["b"]

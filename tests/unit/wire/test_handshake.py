@@ -136,9 +136,9 @@ def other_credentials() -> list[Credentials]:
     caller, callee = SHARED.caller, SHARED.callee
     return [
         dataclasses.replace(SHARED, secret=changed(SHARED.secret, 0, 1)),
-        dataclasses.replace(SHARED, caller=Party("other", caller.number)),
+        dataclasses.replace(SHARED, caller=Party("other", caller.worker_id)),
         dataclasses.replace(SHARED, caller=Party(caller.name, 3)),
-        dataclasses.replace(SHARED, callee=Party("other", callee.number)),
+        dataclasses.replace(SHARED, callee=Party("other", callee.worker_id)),
         dataclasses.replace(SHARED, callee=Party(callee.name, 3)),
         dataclasses.replace(SHARED, caller=callee, callee=caller),
     ]

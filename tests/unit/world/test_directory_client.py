@@ -152,7 +152,7 @@ async def test_every_worker_learns_of_all(group: Group) -> None:
     assert [names(each) for each in answers] == [["w0", "w1", "w2"]] * 3
     found = await asyncio.gather(*(each.publish(str(each), {}, True) for each in clients))
     assert found[0] == found[1] == found[2]
-    assert [(each.name, each.rank, each.number) for each in found[0]] == [
+    assert [(each.name, each.rank, each.worker_id) for each in found[0]] == [
         ("w0", 0, 0),
         ("w1", 1, 1),
         ("w2", 2, 2),
@@ -361,7 +361,7 @@ async def test_a_worker_that_joins(group: Group) -> None:
     joining = group.client(registration(-1, -1, name="a", joined=True))
     answer = await joining.register()
     assert isinstance(answer, Entering)
-    assert (answer.own.rank, answer.number, names(answer)) == (2, 2, ["w0", "w1", "a"])
+    assert (answer.own.rank, answer.worker_id, names(answer)) == (2, 2, ["w0", "w1", "a"])
 
 
 async def test_no_world_to_join(group: Group) -> None:
