@@ -2,7 +2,7 @@
 
 Subclasses handle the frames: `Connection` at the caller, `Session` at the callee.
 
-No timer ends an open connection; the failure detector judges silence. `TCP_USER_TIMEOUT` is not
+No timer ends an open connection; the membership judges silence. `TCP_USER_TIMEOUT` is not
 set: with 1 s it ended, after 1.5 s, a connection to a live peer that merely did not read.
 """
 

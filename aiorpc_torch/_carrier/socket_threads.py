@@ -23,7 +23,7 @@ SOCKETS = 2
 
 SILENCE = 120.0
 """Seconds after which a socket fails whose peer acknowledges nothing: the link is cut, or the peer
-is frozen. The failure detector has told the callers long before; this ends threads, and frees
+is frozen. The membership has told the callers long before; this ends threads, and frees
 tensors. Without it, TCP tries again for 15 minutes."""
 
 UNSENT = 128 * 1024

@@ -232,7 +232,7 @@ class Supervisor:
         if self._membership is not None:
             error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
             error.__cause__ = failure
-            self._membership.give_up(name, error)
+            self._membership.abandon(name, error)
         is_incomplete = self._membership is None  # and stays so
         if self._interrupt is not None and (self._on_failure == "stop" or is_incomplete):
             self._interrupt(failure)
@@ -250,7 +250,7 @@ class Supervisor:
         for child in self._children:
             child.stop_watching()
         await run_in_thread(self._reap, "aiorpc-reaper")
-        # The last reference to a server ends it, and the failure detector refers to this object.
+        # The last reference to a server ends it, and the membership refers to this object.
         self._children.clear()
         self.last.clear()
         self._make_process = None

@@ -184,7 +184,7 @@ class Membership:
         """Note that a peer is lost."""
         self.report(self._peers.peers.get(name), Event.LOSS, error)
 
-    def give_up(self, name: str, error: RpcError) -> None:
+    def abandon(self, name: str, error: RpcError) -> None:
         """Note that no process takes the place of a peer."""
         self.report(self._peers.peers.get(name), Event.ABANDON, error)
 
@@ -256,7 +256,7 @@ class Membership:
     def _forget(self, peer: Peer) -> None:
         self._node.end_process(peer, WorkerLeft(peer.name), left_text(peer.name))
         if self.agent is not None:
-            self.agent.retire_peer(peer.member)
+            self.agent.free_name(peer.member)
 
     def report_losses(self, on_loss: Callable[[RpcError], None]) -> None:
         """Call `on_loss` for each peer that is lost, now or later."""

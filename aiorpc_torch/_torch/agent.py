@@ -159,10 +159,10 @@ class Agent:
 
     def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> None:
         """Replace a peer by its new process."""
-        self.retire_peer(old)
+        self.free_name(old)
         self.add_peer(peer)
 
-    def retire_peer(self, old: PeerInfo) -> None:
+    def free_name(self, old: PeerInfo) -> None:
         """Free the name of a process that is gone: another process may get it.
 
         Its worker id stays: torch repeats for 13 s a message that ends an RRef, and refers to the

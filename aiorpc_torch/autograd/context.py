@@ -28,7 +28,7 @@ _threads = ThreadCache("aiorpc-autograd")
 # it fail on other workers, and torch logs that.
 RELEASE_DELAY = 2.0
 
-PEER_LOSS_DELAY = 0.5  # seconds for the failure detector to name the worker that broke a backward
+PEER_LOSS_DELAY = 0.5  # seconds for the membership to name the worker that broke a backward
 
 
 _OF_PLAIN_BACKWARD = "graphTask_ INTERNAL ASSERT FAILED"
@@ -156,7 +156,7 @@ class Context:
                 recording.release(key)
 
         self._failure = "did not finish"
-        # torch waits for a frozen worker without end: the failure detector ends the wait.
+        # torch waits for a frozen worker without end: the membership ends the wait.
         try:
             async with interruptible() as interrupt:
                 with current_pool().watching_peers(recording.peers, interrupt):
@@ -216,7 +216,7 @@ def unrecorded() -> Iterator[None]:
 
 
 async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
-    """Await `step`; after a transport error, wait for the failure detector to interrupt the block.
+    """Await `step`; after a transport error, wait for the membership to interrupt the block.
 
     torch's error does not name the lost worker.
     """

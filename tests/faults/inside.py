@@ -76,7 +76,7 @@ def end_at_callee() -> None:
 
 
 def lose_peer() -> None:
-    """Tell both sides that the other process is lost, as the failure detector does."""
+    """Tell both sides that the other process is lost, as the membership does."""
     found = pool.find_current()
     if found is not None and entry_points.serving() is not None:
         found.on_peer_lost(ME, WorkerLost(ME, "killed by the search"))

@@ -47,12 +47,12 @@ async def test_an_exit_code_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_peer_that_told_of_its_failure() -> None:
     """Its own words stay the reason, also for the first call to it, which finds no process."""
     async with world(["b"]) as me:
-        detector, peer = me._node.membership, me._node.members.peers["b"]
+        membership, peer = me._node.membership, me._node.members.peers["b"]
         ended = WorkerLost("b", "its connection has ended")
-        before = detector.on_disconnect("b", peer.worker_id, ended)
-        detector.on_leave_message("b", peer.worker_id, "failed", "ValueError: odd\nTraceback")
-        detector.on_unreachable(peer, RuntimeError("EOF: end of file (tensorpipe/uv.cc:1)"))
-        errors = [peer.error, detector.on_disconnect("b", peer.worker_id, ended)]
+        before = membership.on_disconnect("b", peer.worker_id, ended)
+        membership.on_leave_message("b", peer.worker_id, "failed", "ValueError: odd\nTraceback")
+        membership.on_unreachable(peer, RuntimeError("EOF: end of file (tensorpipe/uv.cc:1)"))
+        errors = [peer.error, membership.on_disconnect("b", peer.worker_id, ended)]
     assert before is ended
     for error in errors:
         assert isinstance(error, WorkerLost)

@@ -134,7 +134,7 @@ def test_bytes_of_a_cancelled_transfer_by_tls() -> None:
 
 
 def test_a_silent_peer_is_given_up() -> None:
-    """By the system, in time that is far beyond the failure detector's."""
+    """By the system, in time that is far beyond the heartbeat."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()

@@ -77,7 +77,7 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
         return WorkerLost("b", "its block raised ValueError: odd")
 
     config: Any = SimpleNamespace(name="b")
-    membership: Any = SimpleNamespace(failure_of=failure_of, give_up=lambda *_: None)
+    membership: Any = SimpleNamespace(failure_of=failure_of, abandon=lambda *_: None)
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     supervisor._start(config)
@@ -114,7 +114,7 @@ async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: b
 
 def watch(supervisor: Supervisor) -> None:
     """Let the world be complete."""
-    membership: Any = SimpleNamespace(failure_of=lambda _: None, give_up=lambda *_: None)
+    membership: Any = SimpleNamespace(failure_of=lambda _: None, abandon=lambda *_: None)
     me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
 
@@ -177,7 +177,7 @@ async def test_a_former_process_that_ends_late() -> None:
         supervisor._start(config)
     told: list[str] = []
     membership: Any = SimpleNamespace(
-        failure_of=lambda _: None, lose=lambda *_: told.append("lost"), give_up=told.append
+        failure_of=lambda _: None, lose=lambda *_: told.append("lost"), abandon=told.append
     )
     me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)

@@ -76,7 +76,7 @@ class NoAgent:
     def replace_peer(self, known: PeerInfo, member: PeerInfo) -> None:
         """Reach nobody."""
 
-    def retire_peer(self, member: PeerInfo) -> None:
+    def free_name(self, member: PeerInfo) -> None:
         """Forget nobody."""
 
 
@@ -284,14 +284,14 @@ async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.Mo
 async def test_a_wait_for_a_worker_that_has_left_ends() -> None:
     """Also one that was lost before, and one of a worker whose connections end later."""
     async with two_ends() as ends:
-        detector, me = ends.near.membership, Worker._of(ends.near)
-        detector.lose("far", WorkerLost("far", "for this test"))
+        membership, me = ends.near.membership, Worker._of(ends.near)
+        membership.lose("far", WorkerLost("far", "for this test"))
         waiting = asyncio.ensure_future(me.wait_for("far"))
         await asyncio.sleep(0)
-        detector.on_leave_message("far", 1, "left", "")
+        membership.on_leave_message("far", 1, "left", "")
         with pytest.raises(WorkerLeft, match="worker 'far' has left its world"):
             await waiting
-        detector.lose("far", WorkerLost("far", "its connection has ended"))
+        membership.lose("far", WorkerLost("far", "its connection has ended"))
         with pytest.raises(WorkerLeft, match="worker 'far' has left its world"):
             await me.wait_for("far")
 
