@@ -25,6 +25,7 @@ log = logging.getLogger("aiorpc_torch")
 # All in seconds.
 RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
 DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
+LOST_TIMEOUT = 0.3  # the same, once rank 0 is lost
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
 CALLS_TIMEOUT = 10.0  # for the calls that run on such a worker, if no limit is given
@@ -129,8 +130,10 @@ class Shutdown:
         is_full = len(ranks) == len(self.node.members.peers)
         if is_full:
             await self._in_thread(RELEASE_TIMEOUT, self.agent.release_rrefs)
-        await self._in_thread(DRAIN_TIMEOUT, self.agent.drain)
-        if ranks:
+        # A lost rank 0, with its directory, does not answer: it may be frozen, or cut off.
+        has_rank_0 = not self.node.members.workers[0].is_lost
+        await self._in_thread(DRAIN_TIMEOUT if has_rank_0 else LOST_TIMEOUT, self.agent.drain)
+        if ranks and has_rank_0:
             timeout = FULL_BARRIER_TIMEOUT if is_full else BARRIER_TIMEOUT
             await self.directory.exit_barrier(ranks, timeout)
 

@@ -14,12 +14,8 @@ from benchmarks._faults_cell import FAULTS, KILL, PENDING, STATES, Verdict, make
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.promise("lost.every_fault")
-@pytest.mark.slow
-def test_some_cells() -> None:
-    """As a user runs them: who is told, that the others go on, and how every process ends."""
-    words = ["kill -9", "exception", "hang in an async def"]
-    words += ["pending call", "starting", "stopping"]
+def play(*words: str) -> "subprocess.CompletedProcess[str]":
+    """Play the cells of these faults and states, as a user does."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", "--only", *words],
         cwd=ROOT,
@@ -30,6 +26,22 @@ def test_some_cells() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.promise("lost.every_fault")
+@pytest.mark.slow
+def test_a_worker_that_is_cut_off_as_it_leaves() -> None:
+    """It does not wait for rank 0, which it has lost, beyond its `stop_timeout`."""
+    assert "1 cells in" in play("cut link", "stopping").stdout
+
+
+@pytest.mark.promise("lost.every_fault")
+@pytest.mark.slow
+def test_some_cells() -> None:
+    """As a user runs them: who is told, that the others go on, and how every process ends."""
+    words = ["kill -9", "exception", "hang in an async def"]
+    done = play(*words, "pending call", "starting", "stopping")
     assert len(re.findall(r"^.* × .*: OK ", done.stdout, re.MULTILINE)) == 8, done.stdout
     assert "8 cells in" in done.stdout
     assert "0 failed" in done.stdout
