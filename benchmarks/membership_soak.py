@@ -1,10 +1,10 @@
 """Is a world the same after a thousand workers have joined and left it, while calls run?
 
 Workers join a local world, are called by this process and by a child that stays, call that child
-themselves, and leave while calls run there. Each call must return the right value, or raise a
-documented error if it meets the end of its worker. The exit code is 1 if a call ended otherwise, or
-if this process or the child that stays holds more with each worker that has left, in the second
-half of them.
+themselves, and leave while calls run there; every second one is killed instead. Each call must
+return the right value, or raise a documented error if it meets the end of its worker. The exit code
+is 1 if a call ended otherwise, or if this process or the child that stays holds more with each
+worker that has left, in the second half of them.
 
     python -m benchmarks.membership_soak [--quick] [--joins N] [--at-once N]
 """
@@ -12,6 +12,8 @@ half of them.
 import argparse
 import asyncio
 import itertools
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator
@@ -72,6 +74,9 @@ class Guest:
         for number in range(last):
             yield number
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def visit(self, host: str) -> int:
         """Call the worker that stays, from here."""
         return int(await call(host, answer, 20))
@@ -105,12 +110,12 @@ class Soak:
         while (number := next(self._numbers)) <= last:
             try:
                 async with asyncio.timeout(PATIENCE):
-                    await self._welcome(f"guest{number}")
+                    await self._welcome(f"guest{number}", is_killed=number % 2 > 0)
             except Exception as exc:
                 self.problems.append(f"guest{number}: {exc!r}")
 
-    async def _welcome(self, name: str) -> None:
-        """Let a worker join, call it in every way, and let it leave while calls run there."""
+    async def _welcome(self, name: str, *, is_killed: bool) -> None:
+        """Let a worker join, call it in every way, and end it while calls run there."""
         await self._me.start(name)
         guest = await create(name, Guest)
         await self._expect(remote(guest).double(4), 8)
@@ -122,7 +127,10 @@ class Soak:
         await self._expect(remote(guest).visit(THERE), 21)
         busy = [asyncio.create_task(self._keep_calling(guest)) for _ in range(2)]
         there = asyncio.create_task(self._expect(call(THERE, end_of_calls, name), True))
-        await self._me.stop(name)
+        if is_killed:
+            os.kill(await remote(guest).pid(), signal.SIGKILL)
+        else:
+            await self._me.stop(name)
         await asyncio.gather(*busy, there)
 
     async def _keep_calling(self, guest: Any) -> None:

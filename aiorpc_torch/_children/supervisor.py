@@ -207,6 +207,7 @@ class Supervisor:
         elif death is not None:
             log.warning("%s", death)
         self._report(child, failure)
+        self._release(child)
 
     def _restart(
         self, child: ChildProcess, config: WorkerConfig, failure: BaseException

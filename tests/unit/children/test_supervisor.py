@@ -142,6 +142,25 @@ async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
     await supervisor._close(0.0)
 
 
+async def test_a_child_that_dies_leaves_no_descriptor() -> None:
+    """Nor does the supervisor know it any longer, though it is not restarted."""
+    process = Process()
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    supervisor._start(config)
+    child = supervisor.last["b"]
+    watch(supervisor)
+    process.enter()
+    process.kill()
+    await asyncio.wait((child.ended,))
+    await asyncio.sleep(0)
+    assert child._pipe.closed
+    assert not supervisor.last
+    assert len(supervisor.failures) == 1
+    await supervisor._close(0.0)
+
+
 @pytest.mark.parametrize("why", ["cancelled", "frozen"])
 async def test_a_child_that_is_killed_as_it_joins(
     why: str, monkeypatch: pytest.MonkeyPatch
