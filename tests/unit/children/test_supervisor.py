@@ -114,7 +114,8 @@ async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: b
 
 def watch(supervisor: Supervisor) -> None:
     """Let the world be complete."""
-    membership: Any = SimpleNamespace(failure_of=lambda _: None, abandon=lambda *_: None)
+    ignore = lambda *_: None  # noqa: E731
+    membership: Any = SimpleNamespace(failure_of=ignore, abandon=ignore, lose=ignore)
     me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
 
