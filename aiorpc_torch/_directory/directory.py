@@ -11,7 +11,8 @@ A process that enters a running world is added at every living member before it 
 any: whoever learns of it may send its RRefs to any other worker, which knows it already.
 
 A connection that ends is no verdict on a worker: the members are told, and each one pings it. So a
-link that is cut between a worker and rank 0 alone does not exclude the worker.
+link that is cut between a worker and rank 0 alone does not exclude the worker. For a process that
+enters later it is lost until it calls, or is connected to rank 0 again.
 """
 
 import functools
@@ -292,6 +293,8 @@ class Directory:
             self._refuse(claim, wire.Failed(_taken(message.name)))
         if self._open.pop(process.connection, None) is not None:
             self._connections.close_connection(process.connection)
+        else:  # those that have entered meanwhile took it for lost: they ping it
+            self._send_to(self._members.values(), wire.Gone(process.name, process.worker_id))
         process.connection, process.is_open = connection, True
         self._open[connection] = process
         added = [each for each in self._entering.values() if each.member is not None]

@@ -171,7 +171,7 @@ class Announce(_OfProcess):
 
 
 class Gone(_OfProcess):
-    """The connection of a process has ended, and it did not leave."""
+    """The connection of a process has ended, and it did not leave; or is opened again."""
 
 
 class Left(_OfProcess):

@@ -30,6 +30,7 @@ from .._directory.directory_stream import (
 )
 from .._directory.meeting import RETRY_INTERVAL, Meeting
 from .._directory.registration import Registration
+from .._peers.peers import Event
 from .._port.port import Port
 from .._port.purposes import DIRECTORY
 from .._port.tls import TlsError
@@ -371,7 +372,13 @@ class DirectoryClient:
                     node.membership.announce(name)
             case wire.Gone(name, worker_id):
                 error = WorkerLost(name, "its connection to rank 0 has ended")
-                node.membership.on_disconnect(name, worker_id, error)
+                # Before this worker has entered: it was gone before. At the address of one that is
+                # dead another program may listen, whose first bytes would end this process: torch
+                # raises in a thread of its own. (2.15; tests/integration/test_joining.py)
+                if self.registration.entry and not self._entered.done():
+                    node.membership.report(node.members.get(name, worker_id), Event.LOSS, error)
+                else:
+                    node.membership.on_disconnect(name, worker_id, error)
             case wire.Left(name, worker_id):
                 node.membership.on_leave_message(name, worker_id, "left", "")
             case wire.Ask(name, worker_id):
