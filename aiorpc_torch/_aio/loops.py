@@ -40,4 +40,9 @@ async def await_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, An
     """Return `await coroutine`, run on `loop`, whichever loop runs here."""
     if asyncio.get_running_loop() is loop:
         return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+    try:
+        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    except RuntimeError:  # that loop is closed
+        coroutine.close()
+        raise
+    return await asyncio.wrap_future(running)

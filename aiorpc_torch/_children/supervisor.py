@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .._aio.interruption import Interrupt, interruptible
@@ -129,10 +130,14 @@ class Supervisor:
                 child.kill()
                 self._stopping.add(child)
                 self._release(child)
+                child.ended.add_done_callback(partial(self._on_killed, child))
             raise
         finally:
             joining.cancel()
         self._supervise(child, config)
+
+    def _on_killed(self, child: ChildProcess, _: object) -> None:
+        self._release(child)
 
     def _is_joining(self, name: str) -> bool:
         """Return whether the last child of this name is on its way into the world."""

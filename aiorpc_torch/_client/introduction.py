@@ -63,8 +63,12 @@ class Holding(Protocol):
             RpcError: if it will not serve.
         """
 
-    def on_refused(self, peer: str, epoch: int) -> None:
-        """Note that a peer, which had begun to serve `epoch` times, does not serve any more."""
+    async def on_refused(self, peer: Peer, epoch: int) -> None:
+        """Note that a peer, which had begun to serve `epoch` times, does not serve any more.
+
+        Raises:
+            NotInWorld: if this process leaves its world.
+        """
 
 
 def held_too_long(holding: Holding, peer: str, seconds: float) -> WorkerUnreachable:
@@ -173,7 +177,7 @@ class Introductions:
             try:
                 return await self._introduction(peer)
             except WorkerLeft:  # meanwhile
-                self.holding.on_refused(peer.name, epoch)
+                await self.holding.on_refused(peer, epoch)
 
     async def _introduction(self, peer: Peer) -> Introduction:
         if peer.introduction is not None:

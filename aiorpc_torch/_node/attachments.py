@@ -8,12 +8,12 @@ is known of a peer is in its record.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.futures import Future
 
-from .._aio.loops import await_on, run_on_loop
+from .._aio.loops import await_on
 from .._client.pool import AGENT_ENDED
 from .._endpoint import entry_points
 from .._endpoint.entry_points import attach_message_of, read_attach_message
@@ -30,6 +30,10 @@ log = logging.getLogger("aiorpc_torch")
 
 LEFT_GROUP = "it has left torch's group (rpc.shutdown)"
 """Reason of the error of calls to a peer that has."""
+
+LEAVING = "this process leaves attach()"
+
+T = TypeVar("T")
 
 
 class Attachments:
@@ -86,11 +90,13 @@ class Attachments:
             NotInWorld: if torch's RPC has ended here.
             WorkerLost: if torch does not reach it.
         """
-        return await await_on(self._loop, self._wait_until_serving(peer))
+        # The usual case, in the caller's own loop: that of `attach` may be blocked.
+        is_serving = peer.attachment is Attachment.ATTACHED and not peer.has_left
+        if is_serving or peer.name == self._members.name:
+            return peer.epoch
+        return await self._on_loop(self._wait_until_serving(peer))
 
     async def _wait_until_serving(self, peer: Peer) -> int:
-        if peer.name == self._members.name:
-            return 0
         if isinstance(peer.refusal, WorkerLost):
             await self._ask(peer.name)  # it may be reachable again
         while self.has_agent():
@@ -100,17 +106,30 @@ class Attachments:
                 raise peer.refusal.with_traceback(None)  # one error for all calls
             if peer.attachment is Attachment.ATTACHED:
                 return peer.epoch
-            await self._membership.wait_for_change()
-        raise NotInWorld(AGENT_ENDED)
+            if not await self._membership.wait_for_change():
+                break
+        raise NotInWorld(LEAVING if self.has_agent() else AGENT_ENDED)
 
-    def on_refused(self, peer: str, epoch: int) -> None:
-        """Note that a peer has refused a connection in its `epoch`: it leaves."""
-        if peer == self._members.name:
-            raise NotInWorld("this process leaves attach()")
-        run_on_loop(self._loop, self._on_refused, peer, epoch)
+    async def on_refused(self, peer: Peer, epoch: int) -> None:
+        """Note that a peer has refused a connection in its `epoch`: it leaves. On any event loop.
 
-    def _on_refused(self, peer: str, epoch: int) -> None:
-        self._membership.report(self._members.peers.get(peer), Event.DETACH, epoch=epoch)
+        Raises:
+            NotInWorld: if this process leaves.
+        """
+        await self._on_loop(self._on_refused(peer, epoch))
+
+    async def _on_refused(self, peer: Peer, epoch: int) -> None:
+        if peer.name == self._members.name or not self._membership.is_open:
+            raise NotInWorld(LEAVING)
+        self._membership.report(peer, Event.DETACH, epoch=epoch)
+
+    async def _on_loop(self, step: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await await_on(self._loop, step)
+        except RuntimeError:
+            if self._loop.is_closed():
+                raise NotInWorld(LEAVING) from None
+            raise
 
     def end(self) -> None:
         """Fail held calls, and end waits for peers: torch's RPC has ended."""
@@ -133,9 +152,11 @@ class Attachments:
             answer = await wrap_future(
                 send(peer.member.info, entry_points.attach_message, self._message(name))
             )
-            self._record(peer, read_attach_message(answer))
+            message = read_attach_message(answer)
         except Exception as exc:
             self._membership.report(peer, Event.REFUSE, _refusal(name, exc))
+        else:
+            self._record(peer, message)
 
     def _message(self, peer: str) -> bytes:
         me = self._members.me
@@ -156,7 +177,10 @@ class Attachments:
         event = Event.ATTACH if is_attached else Event.DETACH
         self._membership.report(peer, event, epoch=epoch)
         if is_attached and maps and peer.epoch > before:
-            self._on_device_map(peer.name, maps)
+            try:
+                self._on_device_map(peer.name, maps)
+            except Exception:  # CUDA does not start here
+                log.exception("%s cannot use the device map of %s", self._members.name, peer.name)
 
     def on_message(self, data: bytes) -> "Future[Any] | None":
         """Handle the message of a peer, on a thread of torch's; return None from `close` on."""

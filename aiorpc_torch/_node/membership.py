@@ -90,7 +90,7 @@ class Membership:
         self._children = {} if children is None else children
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._is_open = True
+        self.is_open = True
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +101,7 @@ class Membership:
 
     def close(self) -> None:
         """Stop watching, and hear no more reports; waits for peers end."""
-        self._is_open = False
+        self.is_open = False
         self.wake()
         if self._timer is not None:
             self._timer.cancel()
@@ -135,7 +135,7 @@ class Membership:
             return peer.error or known
         # If it was found to end before, it is reported again all the same: the loss that follows
         # may have failed the calls already, in its thread, and those of this connection wait.
-        is_exiting = self._is_open and (peer.is_exiting or self._is_exiting(name))
+        is_exiting = self.is_open and (peer.is_exiting or self._is_exiting(name))
         event = Event.EXIT if is_exiting else Event.CUT
         run_on_loop(self._loop, self.report, peer, event, error)  # before its callers resume
         return None if is_exiting else error
@@ -161,7 +161,7 @@ class Membership:
         self, peer: Peer | None, event: Event, error: RpcError | None = None, *, epoch: int = 0
     ) -> None:
         """Hear an event of a process, and do what follows."""
-        if peer is None or not self._is_open:
+        if peer is None or not self.is_open:
             return
         if isinstance(error, NotInWorld) and event is not Event.REFUSE:
             return  # torch's RPC has ended here
@@ -340,7 +340,7 @@ class Membership:
 
     def on_unreachable(self, peer: Peer, exc: BaseException) -> None:
         """Note that a ping has failed: the peer is lost; a child that ends is, with its reason."""
-        if self._is_open:  # else the supervisor ends the children
+        if self.is_open:  # else the supervisor ends the children
             error = classify_error(exc, peer.name)
             is_exit = isinstance(error, WorkerLost) and self._is_exiting(peer.name)
             self.report(peer, Event.EXIT if is_exit else Event.LOSS, error)
@@ -370,7 +370,7 @@ class Membership:
         await await_on(self._loop, self._wait_until_probed(name))
 
     async def _wait_until_probed(self, name: str) -> None:
-        while self._is_open and (peer := self._peers.peers.get(name)) and peer.is_probed:
+        while self.is_open and (peer := self._peers.peers.get(name)) and peer.is_probed:
             await self._changed.wait()
 
     async def wait_until_alive(self, name: str) -> None:
@@ -384,7 +384,7 @@ class Membership:
         await await_on(self._loop, self._wait_until_alive(name))
 
     async def _wait_until_alive(self, name: str) -> None:
-        while self._is_open:
+        while self.is_open:
             peer = self._peers.workers.get(name)
             if peer is None:
                 raise WorkerLost(name, "it is lost for so long that its name is forgotten")
@@ -397,16 +397,11 @@ class Membership:
             await self._changed.wait()
         raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
 
-    async def wait_for_change(self) -> None:
-        """Wait for the next report of any peer. On this loop.
-
-        Raises:
-            NotInWorld: once this worker leaves its world.
-        """
-        if self._is_open:
+    async def wait_for_change(self) -> bool:
+        """Wait for the next report of any peer; return False if this worker leaves. On its loop."""
+        if self.is_open:
             await self._changed.wait()
-        if not self._is_open:
-            raise NotInWorld("this worker leaves its world")
+        return self.is_open
 
     # ── changes ─────────────────────────────────────────────────────────────────────────────────
 

@@ -266,6 +266,9 @@ class Peer:
         if self.has_left:
             return False
         if event is Event.REFUSE:
+            # What it has told itself counts, until torch's RPC ends here.
+            if self.attachment is Attachment.ATTACHED and not isinstance(error, NotInWorld):
+                return False
             self.attachment, self.refusal = Attachment.REFUSED, error
             return True
         told, known = (epoch, event is Event.DETACH), (self.epoch, self._has_detached)

@@ -22,6 +22,7 @@ from .._client.pool import AGENT_ENDED
 from .._endpoint import entry_points
 from .._handles.mistakes import mistakes_explained
 from .._inspection.snapshot_socket import offered
+from .._node.attachments import LEAVING
 from .._node.config import NodeConfig
 from .._node.node import Node
 from .._peers.peers import Peers
@@ -176,6 +177,8 @@ class _Attached:
     async def _close(self) -> None:
         """End what waits, in both directions."""
         epoch = str(self._attachments.epoch)
+        if not self.node.pool.refusal:  # for other event loops, which may call until the end
+            self.node.pool.refuse(LEAVING)
         self.node.membership.close()
         self.node.end_changes()
         await close_queues()

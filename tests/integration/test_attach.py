@@ -307,6 +307,31 @@ def test_another_version_of_the_protocol(players: Players) -> None:
     )
 
 
+def call_beside_a_blocked_loop() -> float:
+    """Call from another event loop while that of `attach` is blocked."""
+
+    async def main() -> float:
+        async with aiorpc.attach():
+            await call("ps", double, 0.0)  # it is attached, as is known from here on
+            found: list[float] = []
+            other = lambda: found.append(asyncio.run(call_once()))  # noqa: E731
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(PATIENCE)
+            return found[0]
+
+    async def call_once() -> float:
+        return await call("ps", double, 2.0)
+
+    return asyncio.run(main())
+
+
+def test_another_event_loop_needs_none(players: Players) -> None:
+    """Calls to a peer that is attached are not held, whatever the loop of `attach` does."""
+    players["ps"].run(enter)
+    assert players["t0"].run(call_beside_a_blocked_loop) == 4.0
+
+
 # ── again ───────────────────────────────────────────────────────────────────────────────────────
 
 

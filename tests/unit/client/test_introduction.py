@@ -63,7 +63,7 @@ class Held:
         await self.attached.wait()
         raise RpcError("it speaks another version")
 
-    def on_refused(self, peer: str, epoch: int) -> None: ...
+    async def on_refused(self, peer: Peer, epoch: int) -> None: ...
 
 
 async def test_calls_that_are_held_are_told_of(

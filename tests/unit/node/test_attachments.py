@@ -1,9 +1,15 @@
-"""The error for calls to a worker of torch's world that cannot attach."""
+"""Calls to a worker of torch's world that is not attached, and to one that cannot attach."""
+
+import asyncio
 
 import pytest
 
-from aiorpc_torch import WorkerUnreachable
-from aiorpc_torch._node.attachments import _refusal
+from aiorpc_torch import NotInWorld, WorkerUnreachable
+from aiorpc_torch._node.attachments import Attachments, _refusal
+from aiorpc_torch._node.config import NodeConfig
+from aiorpc_torch._node.node import Node
+from aiorpc_torch._peers.peers import Event, Peer, Peers
+from tests.support.two_ends import SOON, WORKERS
 
 NOT_THERE = "On WorkerInfo(id=1, name=w):\nModuleNotFoundError(\"No module named 'aiorpc_torch"
 
@@ -21,3 +27,28 @@ def test_why_a_worker_cannot_attach(text: str, remedy: str) -> None:
     error = _refusal("w", RuntimeError(text))
     assert isinstance(error, WorkerUnreachable)
     assert error.reason.startswith(remedy)
+
+
+async def attached() -> tuple[Attachments, Peer]:
+    """Return the attachments of a worker that leaves, and one of its peers, which serves."""
+    node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
+    assert node.attachments is not None
+    peer = node.members.peers["near"]
+    node.membership.report(peer, Event.ATTACH, epoch=1)
+    node.membership.close()
+    await node.server.close(SOON)
+    return node.attachments, peer
+
+
+async def test_a_peer_that_leaves_as_this_process_does() -> None:
+    """It has refused a connection: whoever opens it does not ask again, without end."""
+    found, peer = await attached()
+    with pytest.raises(NotInWorld, match="leaves attach"):
+        await found.on_refused(peer, 1)
+
+
+def test_an_event_loop_that_is_closed() -> None:
+    """A call of another one to a peer that is not known to serve ends with the reason."""
+    found, peer = asyncio.run(attached())
+    with pytest.raises(NotInWorld, match="leaves attach"):
+        asyncio.run(found.on_refused(peer, 1))

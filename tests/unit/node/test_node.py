@@ -329,7 +329,7 @@ async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
 
     for epoch, is_attached in ((1, True), (1, True), (1, False), (1, True), (2, True)):
         tell(epoch, is_attached)
-    node.attachments.on_refused("near", 2)
+    await node.attachments.on_refused(peer, 2)
     node.end_changes()
     found = [await first, *[each async for each in reading]]
     assert [each.kind for each in found] == ["joined", "left", "joined", "left"]

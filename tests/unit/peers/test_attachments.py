@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch import WorkerLeft, WorkerUnreachable
+from aiorpc_torch import NotInWorld, WorkerLeft, WorkerUnreachable
 from aiorpc_torch._peers.changes import Change
 from aiorpc_torch._peers.peers import Attachment, Duty, Event, Peer, Peers, State
 from aiorpc_torch._torch.agent import PeerInfo
@@ -40,13 +40,14 @@ def expected(reports: Sequence[Report]) -> tuple[bool, bool, Attachment]:
     """Return what is promised after these reports: has it left, is it lost, does it serve.
 
     The latest that a process has told counts, however late an earlier message is read. Calls are
-    refused from a refusal to the next that it tells. A loss ends with a sign of life.
+    refused from a refusal, unless it serves, to the next that it tells. A loss ends with a sign of
+    life.
     """
     is_lost, attachment, latest = False, UNKNOWN, (0, True)
     for event, epoch in reports:
         if event is Event.LEAVE_GROUP:
             return True, True, attachment
-        if event is Event.REFUSE:
+        if event is Event.REFUSE and attachment is not ATTACHED:
             attachment = REFUSED
         elif event in (Event.ATTACH, Event.DETACH):
             told = (epoch, event is Event.DETACH)
@@ -118,10 +119,20 @@ def test_a_peer_that_cannot_attach_until_it_does() -> None:
 def test_an_answer_of_the_same_epoch_ends_a_refusal() -> None:
     """It did not answer once, as a link was cut; nothing is told of it again."""
     found, peer = group()
+    found.apply(peer, Event.DETACH, epoch=1)
+    found.apply(peer, Event.REFUSE, WorkerLost("p", "no answer"))
+    assert found.apply(peer, Event.DETACH, epoch=1) == []
+    assert (peer.attachment, peer.refusal) == (DETACHED, None)
+
+
+def test_one_that_serves_is_not_refused() -> None:
+    """A question to it that was not answered changes nothing; the end of torch's RPC here does."""
+    found, peer = group()
     found.apply(peer, Event.ATTACH, epoch=1)
     found.apply(peer, Event.REFUSE, WorkerLost("p", "no answer"))
-    assert found.apply(peer, Event.ATTACH, epoch=1) == []
-    assert (peer.attachment, peer.refusal) == (ATTACHED, None)
+    assert (peer.attachment, peer.refusal, peer.has_told) == (ATTACHED, None, False)
+    found.apply(peer, Event.REFUSE, NotInWorld("torch's RPC has ended"))
+    assert (peer.attachment, peer.has_told) == (REFUSED, True)
 
 
 def test_a_lost_peer_may_attach_again() -> None:
