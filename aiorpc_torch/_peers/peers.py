@@ -139,7 +139,7 @@ RULES: Mapping[Event, Mapping[State, tuple[State, Collection[Duty]]]] = {
 }
 """The next state and the duties. Where there is no rule, nothing follows."""
 
-_ENDS_PROBE = {Event.ANSWER, Event.LOSS, Event.FAILURE, Event.ENTRY, Event.ATTACH}
+_ENDS_PROBE = {Event.ANSWER, Event.LOSS, Event.ENTRY, Event.ATTACH}
 _OF_ATTACHMENT = {Event.ATTACH, Event.DETACH, Event.REFUSE}
 
 

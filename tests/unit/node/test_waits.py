@@ -135,6 +135,23 @@ def test_reports_out_of_order() -> None:
     assert members.peers["b"].report == Report(5, -1, Activity.ACTIVE)
 
 
+def test_no_wait_is_for_a_worker_that_the_coordinator_has_seen_leave() -> None:
+    """Its own report is late, or lost."""
+    world = World()
+    peer = world.members.peers["b"]
+    peer.is_done_there = True
+    assert peer.is_done
+    assert world.waits.missing("a", Activity.DONE) == ["c"]
+
+
+def test_no_wait_is_for_a_worker_that_cannot_attach() -> None:
+    """It does not answer, and is not lost."""
+    infos = [PeerInfo(name, number, number, "") for number, name in enumerate(NAMES)]
+    members = Peers("a", infos, is_attached=True)
+    members.apply(members.peers["b"], Event.REFUSE, WorkerLost("b", "no answer"))
+    assert Waits(members).missing("a", Activity.DONE) == ["c"]
+
+
 def test_a_repeated_wait_replaces_the_first() -> None:
     answers: list[Any] = []
     members = Peers("me", [PeerInfo(name, number, number, "") for number, name in enumerate("ab")])

@@ -14,6 +14,7 @@ from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch.errors import WorkerLost
 
 UNKNOWN, ATTACHED, DETACHED, REFUSED = Attachment
+ATTACHMENTS = (Event.ATTACH, Event.DETACH, Event.REFUSE)
 
 
 class Report(NamedTuple):
@@ -157,3 +158,59 @@ def test_a_sign_of_life_ends_a_probe() -> None:
     found.apply(peer, Event.CUT)
     found.apply(peer, Event.ATTACH, epoch=1)
     assert not peer.is_probed
+
+
+def test_a_peer_that_has_not_attached_yet() -> None:
+    """It has answered, and who waits for it goes on to wait."""
+    found, peer = group()
+    assert found.apply(peer, Event.DETACH) == []
+    assert (peer.attachment, peer.epoch, peer.has_answered) == (DETACHED, 0, True)
+    assert not peer.has_told
+
+
+def test_another_process_under_the_name_of_a_member() -> None:
+    """Readers of changes know the name already, since the end of the first one is not told."""
+    found, peer = group()
+    [joined] = found.apply(peer, Event.ATTACH, epoch=1)
+    assert joined.change == Change("joined", "p", 1)
+    other = found.admit(PeerInfo("p", 1, 7, ""))
+    assert found.apply(other, Event.ATTACH, epoch=1) == []
+    assert other.is_here
+
+
+def test_a_late_message_of_a_peer_that_has_left() -> None:
+    """It was sent before, so it does not answer a ping."""
+    found, peer = group()
+    found.apply(peer, Event.LEAVE_GROUP, WorkerLeft("p", "it has left torch's group"))
+    found.apply(peer, Event.CUT)
+    found.apply(peer, Event.ATTACH, epoch=1)
+    assert peer.is_probed
+
+
+@pytest.mark.parametrize("end", [Event.FAILURE, Event.ABANDON, Event.LEAVE])
+@pytest.mark.parametrize("report", [each for each in REPORTS if each.event in ATTACHMENTS])
+def test_a_peer_whose_block_has_ended_does_not_return(end: Event, report: Report) -> None:
+    """Whatever is told of its attachment."""
+    found, peer = group()
+    found.apply(peer, end, WorkerLost("p", "for this test"))
+    state = peer.state
+    assert found.apply(peer, report.event, None, report.epoch) == []
+    assert peer.state is state
+
+
+def test_a_refusal_of_a_lost_peer() -> None:
+    """It is no sign of life, and calls wait for no other loss."""
+    found, peer = group()
+    found.apply(peer, Event.LOSS, WorkerLost("p", "frozen"))
+    assert found.apply(peer, Event.REFUSE, WorkerLost("p", "no answer")) == []
+    assert peer.state is State.LOST
+
+
+@pytest.mark.parametrize("event", [Event.DETACH, Event.REFUSE])
+def test_what_does_not_answer_a_ping(event: Event) -> None:
+    """The process may have ended since it left, or not be reached."""
+    found, peer = group()
+    found.apply(peer, Event.ATTACH, epoch=1)
+    found.apply(peer, Event.CUT)
+    found.apply(peer, event, WorkerLost("p", "no answer"), epoch=1)
+    assert peer.is_probed

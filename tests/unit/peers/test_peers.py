@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from aiorpc_torch import WorkerLeft, WorkerLost
+from aiorpc_torch import NotInWorld, WorkerLeft, WorkerLost
 from aiorpc_torch._peers import peers as peers_module
 from aiorpc_torch._peers.changes import Change
 from aiorpc_torch._peers.peers import RULES, Duty, Effect, Event, Peer, Peers, State, reason_of
@@ -52,6 +52,14 @@ def reach(state: State) -> tuple[Peers, Peer]:
     return found, peer
 
 
+@pytest.mark.parametrize("state", State)
+def test_who_is_lost_and_who_has_left(state: State) -> None:
+    """Calls to one that has left are made until it ends."""
+    _, peer = reach(state)
+    assert peer.is_lost == (state not in (State.ALIVE, State.LEFT))
+    assert peer.has_left == (state in (State.LEFT, State.ENDED))
+
+
 # ── the four duties of a loss ─────────────────────────────────────────────────────────────────────
 
 
@@ -61,6 +69,7 @@ def test_a_loss_is_told_once() -> None:
     effects = found.apply(peer, Event.LOSS, error("first"))
     assert duties(effects) == [Duty.TELL, Duty.FAIL, Duty.REPORT]
     assert effects[0].change == Change("lost", "p", 1, "first")
+    assert all(each.peer is peer for each in effects)
     again = found.apply(peer, Event.LOSS, error("second"))
     assert Duty.TELL not in duties(again)
     assert Duty.REPORT not in duties(again)
@@ -80,6 +89,31 @@ def test_a_loss_ends_the_wait_for_a_ping() -> None:
     found.apply(peer, Event.CUT)
     found.apply(peer, Event.LOSS, error("no answer, again"))
     assert not peer.is_probed
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *(Event.ANSWER, Event.LOSS, Event.FAILURE, Event.LEAVE, Event.ABANDON, Event.ENTRY),
+        Event.LEAVE_GROUP,
+    ],
+)
+def test_what_ends_a_probe(event: Event) -> None:
+    """An answer, an entry, and each report that the process has ended."""
+    found, peer = peers()
+    found.apply(peer, Event.CUT)
+    found.apply(peer, event, error("for this test"))
+    assert not peer.is_probed
+
+
+@pytest.mark.parametrize("event", [Event.MESSAGE, Event.LEAVE, Event.FAILURE, Event.ABANDON])
+@pytest.mark.parametrize("state", [State.ALIVE, State.ENDED])
+def test_what_changes_no_state_does_not_end_a_probe(state: State, event: Event) -> None:
+    """It may have been sent before the connection ended."""
+    found, peer = reach(state)
+    found.apply(peer, Event.CUT, error("its connection has ended"))
+    found.apply(peer, event, error("for this test"))
+    assert peer.is_probed == (peer.state is state)
 
 
 @pytest.mark.parametrize("state", State)
@@ -104,7 +138,79 @@ def test_each_loss_fails_the_calls_that_were_sent_since(state: State) -> None:
     assert failed.error is peer.error is not None
 
 
+def test_a_worker_that_nobody_starts_again_is_lost() -> None:
+    """Though nobody has told of its loss."""
+    found, peer = peers()
+    effects = found.apply(peer, Event.ABANDON, ended := error("it has exited"))
+    assert duties(effects) == [Duty.TELL, Duty.FAIL, Duty.REPORT]
+    assert effects[1].error is peer.error is ended
+
+
+@pytest.mark.parametrize("state", [State.ALIVE, State.LOST, State.ABANDONED])
+def test_a_failure_of_its_block_fails_the_calls(state: State) -> None:
+    """With what it has told; the loss is told and reported, unless it was before."""
+    found, peer = reach(state)
+    effects = found.apply(peer, Event.FAILURE, told := error("its block raised"))
+    [failed] = [each for each in effects if each.duty is Duty.FAIL]
+    assert failed.error is told
+    is_new = state is State.ALIVE
+    assert duties(effects) == ([Duty.TELL, Duty.FAIL, Duty.REPORT] if is_new else [Duty.FAIL])
+
+
+@pytest.mark.parametrize("event", [Event.MESSAGE, Event.ANSWER, Event.CUT, Event.ENTRY])
+@pytest.mark.parametrize("state", State)
+def test_what_does_not_tell_of_an_end_fails_no_calls(state: State, event: Event) -> None:
+    """One that has left may still send results; a connection may end alone."""
+    found, peer = reach(state)
+    assert Duty.FAIL not in duties(found.apply(peer, event, error("for this test")))
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State.ABANDONED, Event.ABANDON),
+        *((State.FAILED, event) for event in (Event.FAILURE, Event.LEAVE, Event.ABANDON)),
+        *((State.LEFT, event) for event in (Event.FAILURE, Event.LEAVE)),
+        *((State.ENDED, event) for event in (Event.FAILURE, Event.LEAVE, Event.ABANDON)),
+    ],
+)
+def test_the_first_end_of_a_block_counts(state: State, event: Event) -> None:
+    """Nothing follows from what is told of its end later."""
+    found, peer = reach(state)
+    assert found.apply(peer, event, error("for this test")) == []
+    assert peer.state is state
+
+
+def test_a_process_that_leaves_is_seen_off() -> None:
+    """Once, and not if it is known to have ended."""
+    for state in (State.ALIVE, State.LOST):
+        found, peer = reach(state)
+        assert duties(found.apply(peer, Event.LEAVE)) == [Duty.TELL, Duty.SEE_OFF]
+    found, peer = reach(State.ABANDONED)
+    assert duties(found.apply(peer, Event.LEAVE)) == [Duty.TELL]
+
+
 # ── reasons ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_reason_of_an_exit() -> None:
+    """It is that of the connection, for the case that the exit code stays unknown."""
+    found, peer = peers()
+    ended = error("its connection has ended")
+    [awaited] = found.apply(peer, Event.EXIT, ended)
+    assert awaited == Effect(Duty.AWAIT_EXIT, peer, ended)
+
+
+def test_only_a_loss_is_told_with_a_reason() -> None:
+    """A lost peer that turns out to have left in order has left without a reason."""
+    found, peer = reach(State.LOST)
+    told = found.apply(peer, Event.LEAVE)[0]
+    assert told.change == Change("left", "p", 1)
+
+
+def test_the_reason_of_an_error_that_names_no_worker() -> None:
+    """It is the text of the error."""
+    assert reason_of(NotInWorld("this worker leaves")) == "this worker leaves"
 
 
 def test_what_a_peer_has_told_of_its_failure_stays_the_reason() -> None:
@@ -134,6 +240,7 @@ def test_a_replacement_process() -> None:
     assert told.change == Change("lost", "p", 1, "its process was replaced")
     assert (ended.duty, ended.peer) == (Duty.END, old)
     new = found.peers["p"]
+    assert str(new.error) == str(ended.error) == str(error("its process was replaced"))
     for event in Event:
         assert found.apply(old, event, error("late")) == []
     assert new.state is State.LOST
@@ -163,13 +270,16 @@ def test_this_worker_is_never_lost() -> None:
 
 
 def test_a_peer_that_leaves_the_group_of_torch() -> None:
-    """Its calls fail, in whatever state it is."""
+    """Its calls fail, in whatever state it is. A failure of its block is still one."""
     for state in State:
         found, peer = reach(state)
         left = WorkerLeft("p", "it has left torch's group")
         effects = found.apply(peer, Event.LEAVE_GROUP, left)
-        ends = [each for each in effects if each.duty in (Duty.FAIL, Duty.END)]
-        assert [(each.duty, each.error) for each in ends] == [(Duty.FAIL, left), (Duty.END, left)]
+        ends = [Effect(Duty.FAIL, peer, left), Effect(Duty.END, peer, left)]
+        change = Change("left", "p", 1)
+        is_told = state in (State.ALIVE, State.LOST, State.ABANDONED)
+        assert effects == [Effect(Duty.TELL, peer, None, change)] * is_told + ends
+        assert peer.state is (State.FAILED if state is State.FAILED else State.ENDED)
 
 
 def test_a_worker_that_dies_before_it_has_entered(monkeypatch: pytest.MonkeyPatch) -> None:

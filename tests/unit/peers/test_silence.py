@@ -180,6 +180,18 @@ def test_a_peer_that_is_watched_again_starts_anew() -> None:
     ]
 
 
+@pytest.mark.parametrize("interval", [0.25, 0.5, 1.0, 2.0])
+def test_a_silent_peer_is_pinged_after_a_quarter_of_the_timeout(interval: float) -> None:
+    """It is lost half a timeout later, also if each second check is missing."""
+    tracker = Tracker()
+    pinged, lost = [], []
+    for now in (number * interval for number in range(int(TIMEOUT / interval))):
+        found = tracker.check(now, ["peer"])
+        pinged += [now for _ in found[0]]
+        lost += [now for _ in found[1]]
+    assert (pinged, lost) == ([TIMEOUT / 4], [TIMEOUT * 3 / 4])
+
+
 @pytest.mark.promise("lost.own_stall")
 def test_an_own_stall_loses_no_peer() -> None:
     """Answers may be here unread: there is time to read them first."""
