@@ -129,7 +129,8 @@ class WorkerLost(WorkerGone):
 class WorkerLeft(WorkerGone):
     """Departure of a worker: it has left its world in order. Call another one.
 
-    It also has if its process is in no world of this library, or has left `attach()`.
+    It also has if its process is in no world of this library, or leaves `attach()` while a call
+    runs there.
     """
 
     _HAPPENED = "has left its world"

@@ -20,7 +20,7 @@ class Change:
 
     Attributes:
         kind: "joined": the worker is new in the world, or in it again after it had left. "left":
-            its block has ended in order, and it serves no more. "lost": it is dead, frozen or
+            it leaves in order, and takes no new calls. "lost": it is dead, frozen or
             unreachable, or its block has failed. "returned": a lost worker answers again, or has a
             replacement process.
         name: Name of the worker.

@@ -28,7 +28,7 @@ class State(enum.Enum):
     LOST = "dead, frozen or unreachable; it may answer again, or another take its place"
     ABANDONED = "dead, and no other process is started"
     FAILED = "lost, since its block has failed, whatever it still sends"
-    LEFT = "one whose block has ended in order; it may serve on"
+    LEFT = "one that has left in order: it takes no new calls; those that run may end"
     ENDED = "one that has left, and does not answer any more"
 
 
@@ -70,7 +70,7 @@ class Event(enum.Enum):
     EXIT = "a connection has ended, and it is a child that has ended or ends now"
     LOSS = "a ping has failed, it was silent for too long, or it has exited"
     FAILURE = "it tells that its block has failed"
-    LEAVE = "it tells that its block has ended in order"
+    LEAVE = "it tells that it leaves in order"
     ABANDON = "no process is started in its place"
     ENTRY = "it has entered the world"
     ATTACH = "it tells that it has attached to a world of `init_rpc`"
