@@ -90,6 +90,7 @@ class Server:
         self._listener: Listener | None = None
         self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
+        self._block_traceback = ""  # of that error
         self._torch_calls: set[TorchCall] = set()
 
     def __repr__(self) -> str:
@@ -259,7 +260,9 @@ class Server:
     def _gone(self, *, may_have_run: bool = False, method: str | None = None) -> WorkerGone:
         """Return the error for calls of this worker, which leaves or has failed."""
         kind = FailedWorker if self._failure else LeavingWorker
-        return kind(self.name, self._failure, method=method, may_have_run=may_have_run)
+        error = kind(self.name, self._failure, method=method, may_have_run=may_have_run)
+        error.block_traceback = self._block_traceback
+        return error
 
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.
@@ -300,6 +303,7 @@ class Server:
             what: reason for the peers (default: "failed" with a failure, else "left").
         """
         self._is_leaving, self._failure = True, failure
+        self._block_traceback = text.partition("\n")[2] if failure else ""
         self._executor.refusal = self._gone
         self.names.clear()
         calls = self.open_calls()

@@ -48,12 +48,30 @@ class _OwnEnd(WorkerGone):
     """The error of calls that this worker ends since it leaves or has failed.
 
     Its callers get one of the public class, without a remote traceback, and so tell it from one
-    that a method has raised.
+    that a method has raised. The traceback of what ended the worker's block is that of its cause.
     """
 
+    block_traceback = ""
+
     def __reduce__(self) -> Any:
-        make, (kind, *args), *state = super().__reduce__()
-        return make, (kind.__bases__[-1], *args), *state
+        cls = type(self).__bases__[-1]
+        told = (self.worker, self.reason, self.method, self.may_have_run, self.block_traceback)
+        return _read_own_end, (cls, *told)
+
+
+def _read_own_end(
+    cls: type[WorkerGone],
+    worker: str,
+    reason: str,
+    method: str | None,
+    may_have_run: bool,
+    block_traceback: str,
+) -> WorkerGone:
+    exc = cls(worker, reason, method=method, may_have_run=may_have_run)
+    if block_traceback:
+        cause = exc.__cause__ = cls(worker, reason)
+        cause.__cause__ = RemoteTraceback(worker, block_traceback)
+    return exc
 
 
 class LeavingWorker(_OwnEnd, WorkerLeft):

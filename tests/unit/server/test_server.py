@@ -173,3 +173,30 @@ async def test_a_torch_client_runs_on_the_loop(ends: TwoEnds, function: Any) -> 
     await until(answer.done)
     assert answer.value() == 5
     await until(lambda: not ends.server.running_calls(None))
+
+
+async def test_a_call_that_ends_as_its_worker_fails(ends: TwoEnds) -> None:
+    """It is caused by what ended the worker's block, with the traceback, as later calls are."""
+    running = asyncio.ensure_future(call("far", gated, 1))
+    await ends.gate.wait_for()
+    raised_there = "its block raised ValueError: odd"
+    await ends.server.close(SOON, raised_there, f"{raised_there}\nTraceback of there")
+    with pytest.raises(WorkerLost, match="its block raised ValueError: odd; gated may") as raised:
+        await running
+    later = await caught(call("far", gated, 2))
+    for error in (raised.value, later):
+        assert isinstance(error, WorkerLost)
+        cause = error.__cause__
+        assert isinstance(cause, WorkerLost)
+        assert isinstance(cause.__cause__, RemoteTraceback)
+        assert cause.__cause__.text == "Traceback of there"
+    assert (raised.value.may_have_run, later.may_have_run) == (True, False)  # type: ignore[attr-defined]
+
+
+async def caught(running: Any) -> BaseException | None:
+    """Return what it raises."""
+    try:
+        await running
+    except WorkerLost as exc:
+        return exc
+    return None
