@@ -180,7 +180,7 @@ async def check_leaving(nodes: tuple[Node, Node], way: Line) -> None:
     for rank, node in enumerate(nodes):
         took = await node.hears("left")
         print(f"rank {rank} left a cut line after {took:.2f} s")
-        assert STOP_TIMEOUT <= took < STOP_TIMEOUT + SLACK
+        assert took < STOP_TIMEOUT + SLACK  # sooner, once it has lost the other one
         code, errors = await node.end()
         assert code == 0, errors
         assert f"worker{rank} did not wait for worker{1 - rank}" in errors
