@@ -65,7 +65,7 @@ class Attachments:
         self._loop = asyncio.get_running_loop()
         self._asking: set[asyncio.Task[None]] = set()
 
-    def ask_soon(self, peer: str) -> None:
+    def ask_soon(self, peer: Peer) -> None:
         """Ask a worker that has entered torch's group whether it has this package."""
         task = self._loop.create_task(self._ask(peer), name="aiorpc-attach")
         self._asking.add(task)
@@ -98,7 +98,7 @@ class Attachments:
 
     async def _wait_until_serving(self, peer: Peer) -> int:
         if isinstance(peer.refusal, WorkerLost):
-            await self._ask(peer.name)  # it may be reachable again
+            await self._ask(peer)  # it may be reachable again
         while self.has_agent():
             if peer.has_left or self._members.peers.get(peer.name) is not peer:
                 raise WorkerLeft(peer.name, LEFT_GROUP)
@@ -142,26 +142,22 @@ class Attachments:
         """Tell all peers that this process is attached or leaves; wait for their answers."""
         self._is_attached = is_attached
         peers = [each for each in self._members.peers.values() if is_attached or each.has_answered]
-        await asyncio.gather(*(self._ask(each.name) for each in peers))
+        await asyncio.gather(*map(self._ask, peers))
 
-    async def _ask(self, name: str) -> None:
+    async def _ask(self, peer: Peer) -> None:
         """Tell one peer of this process, and record its answer."""
-        if (peer := self._members.peers.get(name)) is None:
-            return
         try:
-            answer = await wrap_future(
-                send(peer.member.info, entry_points.attach_message, self._message(name))
-            )
+            data = self._message(peer.name)
+            answer = await wrap_future(send(peer.member.info, entry_points.attach_message, data))
             message = read_attach_message(answer)
         except Exception as exc:
-            self._membership.report(peer, Event.REFUSE, _refusal(name, exc))
+            self._membership.report(peer, Event.REFUSE, _refusal(peer.name, exc))
         else:
             self._record(peer, message)
 
     def _message(self, peer: str) -> bytes:
-        me = self._members.me
-        maps = self._members.workers[me.name].member.device_maps.get(peer, {})
-        return attach_message_of(me, self.epoch, self._is_attached, maps)
+        maps = self._members.own.member.device_maps.get(peer, {})
+        return attach_message_of(self._members.me, self.epoch, self._is_attached, maps)
 
     def _record(self, peer: Peer, message: Sequence[Any]) -> None:
         version, _, epoch, is_attached, maps = message

@@ -24,7 +24,7 @@ from .._aio.loops import await_on
 from .._aio.waiting import WaitReport
 from .._client.pool import ConnectionPool
 from .._endpoint import entry_points
-from .._peers.peers import Activity, Peer, Peers, Report, reason_of
+from .._peers.peers import Activity, Peers, Report, reason_of
 from .._torch.agent import is_running
 from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
@@ -212,7 +212,7 @@ class Departures:
         activity = Activity.SERVING if self._serving else Activity.ACTIVE
         if self._is_leaving:
             activity = Activity.DONE
-        if activity is not self._own.activity:
+        if activity is not self.members.own.activity:
             self._renew_report(activity)
 
     def _renew_report(self, activity: Activity | None = None) -> None:
@@ -222,20 +222,16 @@ class Departures:
         request for another call, sent before that answer is here, must be a later report.
         (tests/unit/node/test_departures.py)
         """
-        last = self._own.report
+        last = self.members.own.report
         activity = last.activity if activity is None else activity
-        self._own.record(last._replace(sequence=last.sequence + 1, activity=activity))
-
-    @property
-    def _own(self) -> Peer:
-        return self.members.workers[self.members.name]
+        self.members.own.record(last._replace(sequence=last.sequence + 1, activity=activity))
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
     def _request(
         self, token: int, goal: Activity, among: Sequence[str], patience: float
     ) -> Request:
-        return Request(self.members.name, self._own.report, token, goal, among, patience)
+        return Request(self.members.name, self.members.own.report, token, goal, among, patience)
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
         data = dump(request)
@@ -343,7 +339,7 @@ class Departures:
         is_open = self._coordinator() == self.members.name
         done = [(each.name, each.worker_id) for each in self.members.everybody() if each.is_done]
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
-        return Answer(is_reached, is_open, self._own.report, missing, done, lost)
+        return Answer(is_reached, is_open, self.members.own.report, missing, done, lost)
 
     def settle(self) -> None:
         """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""

@@ -91,6 +91,7 @@ class Membership:
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
         self.is_open = True
+        """Whether reports are heard: until `close`."""
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -170,12 +171,14 @@ class Membership:
         was_alive = peer.state is State.ALIVE
         effects = self._peers.apply(peer, event, error, epoch)
         is_changed = (peer.state is State.ALIVE) != was_alive
-        if is_changed:
-            self._note_reachable(peer)
+        if is_changed and was_alive:
+            rrefs.note_gone(peer.worker_id, peer.name)
+        elif is_changed:
+            rrefs.note_back(peer.worker_id)
         self._do(effects, is_changed=is_changed)
 
     def probe(self, name: str) -> None:
-        """Ping a peer; if the ping fails, the peer is lost. One that never answered may attach."""
+        """Ping a peer; if that fails, it is lost. Not one that may attach, and has told nothing."""
         peer = self._peers.peers.get(name)
         if peer is not None and (peer.has_answered or not self._peers.is_attached):
             self.report(peer, Event.CUT)
@@ -240,16 +243,9 @@ class Membership:
             self.log.record(change)
             self._node.registry.on_change(change.name)
 
-    def _note_reachable(self, peer: Peer) -> None:
-        is_replaced = self._peers.peers.get(peer.name) is not peer
-        if is_replaced or peer.state is not State.ALIVE:
-            rrefs.note_gone(peer.worker_id, peer.name)
-        else:
-            rrefs.note_back(peer.worker_id)
-
     def _end(self, peer: Peer, error: RpcError) -> None:
+        rrefs.note_gone(peer.worker_id, peer.name)
         is_replaced = self._peers.peers.get(peer.name) is not peer
-        self._note_reachable(peer)
         text = replaced_text(peer.name) if is_replaced else str(error)
         self._node.end_process(peer, error, text)
 

@@ -74,9 +74,7 @@ class Node:
         )
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""
-        self.registry = Registry(
-            members, self.server.names, self.members.is_here, self.membership.wait_until_alive
-        )
+        self.registry = Registry(members, self.server.names, self.membership.wait_until_alive)
         self.loop = asyncio.get_running_loop()
         self._held: list[Callable[[], None]] | None = []  # until `start`
 
@@ -183,7 +181,7 @@ class Node:
         agent = self.membership.agent
         if agent is not None and self.membership.add(member):
             self.server.set_device_routes(agent.routes)  # its maps may differ
-            if host := host_for((member,), self.members.workers[self.members.name].member):
+            if host := host_for((member,), self.members.own.member):
                 self.server.listen_at(host)
 
     # ── attached peers ──────────────────────────────────────────────────────────────────────────
@@ -192,9 +190,9 @@ class Node:
         if self.members.get(worker.name, worker.id) is not None:  # it was there from the start
             return
         assert self.attachments is not None
-        self.members.admit(adopted_peer(worker))
+        peer = self.members.admit(adopted_peer(worker))
         self.membership.wake()
-        self.attachments.ask_soon(worker.name)
+        self.attachments.ask_soon(peer)
         if device_map := device_map_for(worker):
             self._use_device_map(self.members.name, worker.name, device_map)
 

@@ -33,7 +33,6 @@ class Registry:
     Args:
         members: the workers of the world.
         table: the objects of this worker.
-        is_here: whether a peer is in the world; it may be lost.
         wait_until_alive: waits for a lost peer.
     """
 
@@ -41,14 +40,12 @@ class Registry:
         self,
         members: Peers,
         table: NameTable,
-        is_here: Callable[[str], bool],
         wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_closed = False
         self._members = members
         self._table = table
-        self._is_here = is_here
         self._wait_until_alive = wait_until_alive
         self._listeners: dict[str, list[Callable[[], None]]] = {}
         self._states: dict[str, dict[Party, State]] = {}  # of watched names, by process
@@ -107,7 +104,7 @@ class Registry:
     def _is_alive(self, worker: str) -> bool:
         if worker == self._members.name:
             return True
-        return self._is_here(worker) and not self._members.peers[worker].is_lost
+        return self._members.is_here(worker) and not self._members.peers[worker].is_lost
 
     def on_change(self, peer: str) -> None:
         """Note that a peer has joined or left, was lost or has returned."""
@@ -125,7 +122,9 @@ class Registry:
 
     def _is_current(self, party: Party) -> bool:
         is_process = self._members.get(party.name, party.worker_id) is not None
-        return is_process and (party.name == self._members.name or self._is_here(party.name))
+        return is_process and (
+            party.name == self._members.name or self._members.is_here(party.name)
+        )
 
     def _ask_soon(self, peer: str, name: str) -> None:
         if self._is_alive(peer):
@@ -134,7 +133,7 @@ class Registry:
     async def _ask(self, peer: str, name: str) -> None:
         """Ask a peer for the state of a name, again if the connection ends and the peer lives."""
         try:
-            while name in self._listeners and self._is_here(peer):
+            while name in self._listeners and self._members.is_here(peer):
                 if await self._ask_once(peer, name):
                     return
                 await self._wait_until_alive(peer)

@@ -165,7 +165,7 @@ class Peer:
         activity: the last that it has reported of its block.
         is_done_there: whether its block has ended in order, as the coordinator tells.
         loss_there: why it is lost for the coordinator, "" if it is not.
-        is_open: whether it answers, as the coordinator, requests later than at once.
+        is_open: whether it takes requests that wait for a goal, if it is the coordinator.
         introduction: its secrets and addresses for calls from here, once it has told them.
         credentials: the secrets for calls from there, once it has asked for them.
     """
@@ -173,9 +173,9 @@ class Peer:
     __slots__ = (
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
         *("introduction", "is_done_there", "is_exiting", "is_first", "is_open", "is_pinged"),
-        *("is_probed", "last_heard"),
-        *("loss_there", "member", "name", "rank", "refusal", "silent_since", "state"),
-        *("told", "watched_since", "worker_id", "_has_detached", "_sequence"),
+        *("is_probed", "last_heard", "loss_there", "member", "name", "rank", "refusal"),
+        *("silent_since", "state", "told", "watched_since", "worker_id"),
+        *("_has_detached", "_sequence"),
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
@@ -259,7 +259,7 @@ class Peer:
             self.activity = Activity.ACTIVE
 
     def attach(self, event: Event, epoch: int, error: RpcError | None) -> bool:
-        """Note what is reported of its attachment; return False if that is late, or repeated.
+        """Note what is reported of its attachment; return whether it has told something new.
 
         In each epoch a process attaches, then leaves.
         """
@@ -267,10 +267,9 @@ class Peer:
             return False
         if event is Event.REFUSE:
             # What it has told itself counts, until torch's RPC ends here.
-            if self.attachment is Attachment.ATTACHED and not isinstance(error, NotInWorld):
-                return False
-            self.attachment, self.refusal = Attachment.REFUSED, error
-            return True
+            if self.attachment is not Attachment.ATTACHED or isinstance(error, NotInWorld):
+                self.attachment, self.refusal = Attachment.REFUSED, error
+            return False
         told, known = (epoch, event is Event.DETACH), (self.epoch, self._has_detached)
         self.epoch, self._has_detached = max(told, known)
         self.attachment = Attachment.DETACHED if self._has_detached else Attachment.ATTACHED
@@ -320,10 +319,14 @@ class Peers:
             self.admit(member, is_known=True)
 
     @property
+    def own(self) -> Peer:
+        """Return the record of this process."""
+        return self.workers[self.name]
+
+    @property
     def me(self) -> Party:
         """Return this process."""
-        own = self.workers[self.name]
-        return Party(self.name, own.worker_id)
+        return Party(self.name, self.own.worker_id)
 
     def names(self) -> list[str]:
         """Return the names of all workers. In any thread."""
@@ -528,7 +531,7 @@ class Peers:
 
 def _kind(peer: Peer, event: Event) -> Kind:
     """Return the change that an event is for the readers, if it is one."""
-    if peer.state is State.LEFT or peer.state is State.ENDED or event is Event.DETACH:
+    if peer.has_left or event is Event.DETACH:
         return "left"
     if peer.state is not State.ALIVE:
         return "lost"

@@ -95,9 +95,8 @@ async def attach(
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
     host = _host(interface)
     attached = _Attached(config, Peers(agent_name(), is_attached=True))
-    entry_points.enter(
-        attached.node
-    )  # before torch's table is read: no later change of it is missed
+    # Before torch's table is read: no later change of it is missed.
+    entry_points.enter(attached.node)
     with offered(attached.node, init_method()):
         try:
             attached.enter(host, adopt_agent())

@@ -61,8 +61,8 @@ class Worker:
     @classmethod
     def _of(cls, node: Node, restarts: int = 0, **more: Any) -> Self:
         """Return the worker of a node whose members are known."""
-        name = node.members.name
-        return cls(name, node.members.workers[name].rank, restarts, _node=node, **more)
+        own = node.members.own
+        return cls(own.name, own.rank, restarts, _node=node, **more)
 
     @property
     def peers(self) -> tuple[str, ...]:

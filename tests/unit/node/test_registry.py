@@ -23,7 +23,7 @@ def registry() -> tuple[Registry, Peers]:
     async def never(_: str) -> None:
         await asyncio.Event().wait()
 
-    return Registry(members, NameTable(), lambda _: True, never), members
+    return Registry(members, NameTable(), never), members
 
 
 async def drained(found: Registry) -> None:
@@ -121,7 +121,7 @@ async def test_an_answer_that_is_lost_with_its_connection(monkeypatch: pytest.Mo
     assert found.living("env") == ["object"]
     found.on_change("a")
     await steps()
-    monkeypatch.setattr(found, "_is_here", lambda _: False)  # it has left meanwhile
+    monkeypatch.setattr(found._members, "is_here", lambda _: False)  # it has left meanwhile
     calls.answers[2].set_exception(WorkerLost("a", "its connection has ended"))
     await steps()
     assert len(calls) == 3
