@@ -1,9 +1,9 @@
 """A child process that is a worker: its start, the pipe to it, and its end.
 
 The pipe carries the parent's commands to the child. To the parent it carries that the child has
-entered its world, and the child's failure. A closed pipe means death, in both directions: the
-kernel closes it however a process ends. (The signal of `PR_SET_PDEATHSIG` is sent when the *thread*
-that started the child ends.)
+entered its world, that it has left in order, and the child's failure. A closed pipe means death, in
+both directions: the kernel closes it however a process ends. (The signal of `PR_SET_PDEATHSIG` is
+sent when the *thread* that started the child ends.)
 """
 
 import asyncio
@@ -41,7 +41,8 @@ serves leaves, and the others go on. "cancel": a worker failed, or
 Ctrl-C was pressed; stop now.
 """
 
-_ENTERED = "entered"  # what a child tells its parent once it is in its world
+# What a child tells its parent: once it is in its world, and once it has left in order.
+_ENTERED, _LEFT = "entered", "left"
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
 EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
@@ -81,7 +82,7 @@ class ChildProcess:
         output: ChildOutput | None = None,
     ) -> None:
         self.name = config.name
-        self.has_entered = False
+        self.has_entered = self._has_left = False
         self._output = output
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
@@ -110,6 +111,8 @@ class ChildProcess:
         try:
             if (message := self._pipe.recv()) == _ENTERED:
                 self.has_entered = True
+            elif message == _LEFT:
+                self._has_left = True
             else:
                 self._failure = message.exception()
         except (EOFError, OSError):
@@ -133,7 +136,7 @@ class ChildProcess:
         self.ended.get_loop().remove_reader(self._pipe.fileno())
 
     def _exit_failure(self, code: int | None) -> BaseException | None:
-        if code == 0:
+        if code == 0 and self._has_left:  # else code of a library has ended the process
             return None
         lost = WorkerLost(self.name, describe_exit(code))
         if self._output is not None and (note := self._output.note()):
@@ -236,14 +239,20 @@ def child_main(
         # As at the end of any program: what was given to an executor is done. Not after a failure,
         # which the parent sees when this process ends.
         threading._shutdown()  # type: ignore[attr-defined]
+        tell_parent(pipe, _LEFT)
     except asyncio.CancelledError:
-        pass  # by the parent's command
+        tell_parent(pipe, _LEFT)  # by the parent's command
     except BaseException as exc:
-        with contextlib.suppress(OSError):
-            # Raised, and its traceback printed once, in the parent.
-            pipe.send(RemoteFailure.of(exc, config.name))
+        # Raised, and its traceback printed once, in the parent.
+        tell_parent(pipe, RemoteFailure.of(exc, config.name))
         code = 1
     end_process(code)
+
+
+def tell_parent(pipe: Connection, message: object) -> None:
+    """Send a message to the parent, unless it is dead."""
+    with contextlib.suppress(OSError):
+        pipe.send(message)
 
 
 async def _run(
@@ -270,7 +279,10 @@ async def _run(
 
     threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:
-        with contextlib.suppress(OSError):  # the parent is dead: `obey` ends this process
-            pipe.send(_ENTERED)
-        await (leave.wait() if main is None else main(me, *args))
+        tell_parent(pipe, _ENTERED)
+        try:
+            await (leave.wait() if main is None else main(me, *args))
+        except SystemExit as exc:
+            if exc.code not in (0, None):
+                raise
         me._node.leaves_alone |= leaves_alone.is_set()

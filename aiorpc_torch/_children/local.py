@@ -23,6 +23,7 @@ from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
 from .._world.worker import Worker, run_worker
+from ..errors import NotInWorld
 from .processes import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
 
@@ -45,8 +46,10 @@ class LocalWorker(Worker):
         Raises:
             ValueError: If a living worker has the name, or one that is joining.
             WorkerLost, WorldTimeout: If the child dies, or does not join within `start_timeout`.
+            NotInWorld: If this worker has left its world.
             TypeError: If `exports`, `loop_factory` or `initializer` cannot be imported by children.
         """
+        self._check_is_open()
         if name in self.peers and not self._node.pool.is_lost(name):
             raise ValueError(f"two workers are called {name!r}: the first one is alive")
         _check_for_children(self._config)
@@ -56,25 +59,35 @@ class LocalWorker(Worker):
     async def stop(self, name: str) -> None:
         """Let a child leave in order, and return when its process has ended; the others go on.
 
-        The calls that run there get the `stop_timeout` of the world to end.
+        The calls that run there get the `stop_timeout` of the world to end. A child that has not
+        ended 2 s later is killed: its event loop is blocked, or it is frozen.
 
         Raises:
             ValueError: If no such child is alive.
+            NotInWorld: If this worker has left its world.
         """
         check_type("a worker's name", name, str)
+        self._check_is_open()
         await self._on_loop(self._stop(name))
+
+    def _check_is_open(self) -> None:
+        if not self._node.membership.is_open:
+            raise NotInWorld("this worker has left its world, and its children have ended")
 
     async def _stop(self, name: str) -> None:
         process = self._node.members.worker_id_of(name)
-        await self._supervisor.remove(name)
+        await self._supervisor.remove(name, self._config.stop_timeout or 0.0)
         # Its own message may be on its way. One that has failed is lost.
         if process is not None and not self._node.pool.is_lost(name):
             self._node.membership.on_leave_message(name, process, "left", "")
 
     async def _has_joined(self, name: str) -> None:
+        former = self._node.members.worker_id_of(name)  # it may be frozen, and thaw
         async for change in self.changes():
-            if change.name == name and change.kind in ("joined", "returned"):
+            is_here = change.name == name and change.kind in ("joined", "returned")
+            if is_here and self._node.members.worker_id_of(name) != former:
                 return
+        raise NotInWorld("this worker has left its world")
 
     async def _on_loop(self, step: Coroutine[Any, Any, None]) -> None:
         await await_on(self._node.loop, step)

@@ -23,6 +23,8 @@ log = logging.getLogger("aiorpc_torch")
 # Seconds for children to end: those that leave their world in order, and those that are cancelled.
 EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
+LOST_TIMEOUT = 0.5  # for those that are lost: frozen, say
+STOP_GRACE = 2.0  # beyond its `stop_timeout` for a child to leave when it is told to
 JOIN_GRACE = 1.0  # seconds beyond `start_timeout` for a child to tell itself why it does not join
 
 # Seconds for the exception of a child that has told its peers of its failure, and has not ended by
@@ -146,8 +148,11 @@ class Supervisor:
             return False
         return not (child.has_entered or child.ended.done())
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, timeout: float) -> None:
         """Let a child leave while the others go on, and wait for its end.
+
+        It has `timeout` seconds for the calls that run there. One that then does not end is killed:
+        it is frozen, or its event loop is blocked. A cancellation changes nothing of that.
 
         Raises:
             ValueError: if no such child is alive.
@@ -158,7 +163,22 @@ class Supervisor:
             raise ValueError(f"{name!r} is not a child of this world; there are: {alive or 'none'}")
         self._stopping.add(child)
         child.send("stop")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(timeout + STOP_GRACE, self._kill_late, child, timeout + STOP_GRACE)
+        child.ended.add_done_callback(partial(self._on_stopped, child, timer))
         await asyncio.wait((child.ended,))
+
+    def _kill_late(self, child: ChildProcess, seconds: float) -> None:
+        if child not in self._children:  # the world has ended
+            return
+        text = f"it did not leave within {seconds:g} s, and was killed"
+        log.warning("worker %r: %s", child.name, text)
+        child.kill()
+        if self._membership is not None:
+            self._membership.abandon(child.name, WorkerLost(child.name, text))
+
+    def _on_stopped(self, child: ChildProcess, timer: asyncio.TimerHandle, _: object) -> None:
+        timer.cancel()
         self._release(child)
 
     def _release(self, child: ChildProcess) -> None:
@@ -250,7 +270,9 @@ class Supervisor:
 
     async def _close(self, timeout: float) -> None:
         if ends := [child.ended for child in self._children]:
-            await asyncio.wait(ends, timeout=timeout)
+            await asyncio.wait(ends, timeout=min(timeout, LOST_TIMEOUT))
+        if ends := [child.ended for child in self._children if not self._is_lost(child)]:
+            await asyncio.wait(ends, timeout=max(0.0, timeout - LOST_TIMEOUT))
         if late := [each.ended for each in self._children if self._has_failed(each)]:
             await asyncio.wait(late, timeout=FAILURE_TIMEOUT)
         for child in self._children:
@@ -260,6 +282,9 @@ class Supervisor:
         self._children.clear()
         self.last.clear()
         self._make_process = None
+
+    def _is_lost(self, child: ChildProcess) -> bool:
+        return self._membership is not None and self._membership.is_lost(child.name)
 
     def _has_failed(self, child: ChildProcess) -> bool:
         if child.ended.done() or self._membership is None:

@@ -378,10 +378,9 @@ class Departures:
                 answers.append(
                     wrap_future(send(self._info(peer), entry_points.leave_message, data))
                 )
-        if answers:
-            await asyncio.wait(answers, timeout=MESSAGE_TIMEOUT)
-            for answer in answers:
-                answer.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MESSAGE_TIMEOUT):
+                await asyncio.gather(*answers, return_exceptions=True)
 
 
 def _complete(future: "asyncio.Future[Answer]", answer: Answer) -> None:

@@ -356,6 +356,11 @@ class Membership:
             return None
         return PROBED_LOAD if peer.is_probed else 0
 
+    def is_lost(self, name: str) -> bool:
+        """Return whether a peer is lost, and may answer again."""
+        peer = self._peers.peers.get(name)
+        return peer is not None and peer.state is State.LOST
+
     def failure_of(self, name: str) -> RpcError | None:
         """Return the failure that a peer has told of, if it has."""
         peer = self._peers.peers.get(name)

@@ -1,0 +1,141 @@
+"""Children that hang or are frozen: each end is bounded, and their names are free afterwards."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import NotInWorld, WorkerLost, call
+from aiorpc_torch.testing import world
+from aiorpc_torch.types import Worker
+from tests.support.two_ends import until
+
+SOON = 30.0
+
+
+async def block_the_loop(begun: Path) -> None:
+    begun.touch()  # noqa: ASYNC240
+    time.sleep(600)  # noqa: ASYNC251
+
+
+def keep_the_gil(begun: Path) -> int:
+    begun.touch()
+    return sum(range(10**11))
+
+
+async def pid() -> int:
+    return os.getpid()
+
+
+async def hang(name: str, how: str, begun: Path) -> "asyncio.Task[object] | None":
+    """Let a child hang; return the call in which it does."""
+    if how == "frozen":
+        os.kill(await call(name, pid), signal.SIGSTOP)
+        return None
+    function = {"its loop is blocked": block_the_loop, "it keeps the GIL": keep_the_gil}[how]
+    hanging = asyncio.create_task(call(name, function, begun))
+    await until(begun.exists)
+    return hanging
+
+
+@pytest.mark.promise("joining.stop_hanging")
+@pytest.mark.parametrize("how", ["frozen", "its loop is blocked", "it keeps the GIL"])
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["", "cancelled"])
+async def test_a_child_that_hangs_is_stopped(how: str, is_cancelled: bool, tmp_path: Path) -> None:
+    """It is killed after its time, also if `stop` is cancelled; a new one may have its name."""
+    async with asyncio.timeout(SOON), world(["a", "b"], stop_timeout=0.1) as me:
+        hanging = await hang("a", how, tmp_path / "begun")
+        stopping = asyncio.create_task(me.stop("a"))
+        if is_cancelled:
+            await asyncio.sleep(0)
+            stopping.cancel()
+            with pytest.raises(WorkerLost):
+                await call("a", pid)
+        else:
+            await stopping
+        if hanging is not None:
+            with pytest.raises(WorkerLost, match=r"did not leave .* may have run"):
+                await hanging
+        await me.start("a")
+        assert await call("a", abs, -1) == 1
+        assert await call("b", abs, -2) == 2
+
+
+async def end_quietly() -> None:
+    """As a library does whose C code calls `exit(0)`."""
+    os._exit(0)
+
+
+@pytest.mark.promise("rejoin.exit_0")
+async def test_a_child_that_ends_with_exit_code_0() -> None:
+    """Inside its world: it has died as any other, is restarted, and then given up."""
+    async with asyncio.timeout(SOON), world(["a"], max_restarts=1) as me:
+        for restarts in range(2):
+            with pytest.raises(WorkerLost, match="its process ended with exit code 0; end_quietly"):
+                await call("a", end_quietly)
+            if not restarts:
+                await me.wait_for("a")
+                assert await call("a", abs, -1) == 1
+        with pytest.raises(WorkerLost, match="it is not restarted"):
+            await me.wait_for("a")
+
+
+async def exit_with(me: Worker, code: int | None, how: str) -> str:
+    """End the worker of rank 1."""
+    if me.rank == 1 and how == "sys.exit":
+        sys.exit(code)
+    if me.rank == 1:
+        os._exit(code or 0)
+    await me.serve("worker1")
+    return "done"
+
+
+@pytest.mark.promise("rejoin.exit_0")
+@pytest.mark.parametrize("code", [0, None])
+def test_a_main_that_exits_in_order(code: int | None) -> None:
+    """As if it had returned."""
+    assert aiorpc.run_local(exit_with, 2, args=(code, "sys.exit")) == "done"
+
+
+@pytest.mark.promise("rejoin.exit_0")
+def test_a_main_whose_process_ends() -> None:
+    """It has not left in order, whatever its exit code."""
+    with pytest.raises(WorkerLost, match="its process ended with exit code 0"):
+        aiorpc.run_local(exit_with, 2, args=(0, "os._exit"))
+
+
+@pytest.mark.promise("joining.thaws")
+async def test_a_frozen_child_that_thaws_while_another_is_started() -> None:
+    """The other one is refused: the first has the name."""
+    async with asyncio.timeout(SOON), world(["a"], heartbeat=0.5) as me:
+        number = await call("a", pid)
+        os.kill(number, signal.SIGSTOP)
+        with pytest.raises(WorkerLost):
+            await call("a", pid)
+        starting = asyncio.create_task(me.start("a"))
+        await asyncio.sleep(0)
+        os.kill(number, signal.SIGCONT)
+        with pytest.raises(ValueError, match="'a'"):
+            await starting
+        assert await call("a", pid) == number
+
+
+async def test_a_world_with_a_frozen_child_is_left() -> None:
+    """The child is killed soon after it is lost."""
+    async with world(["a"], heartbeat=0.5, stop_timeout=1.0) as me:
+        number = await call("a", pid)
+        os.kill(number, signal.SIGSTOP)
+        with pytest.raises(WorkerLost):
+            await call("a", pid)
+        leaving = time.monotonic()
+    assert time.monotonic() - leaving < SOON / 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+    for step in (me.start, me.stop):
+        with pytest.raises(NotInWorld, match="has left its world"):
+            await step("c")
