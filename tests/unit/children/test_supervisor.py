@@ -77,7 +77,9 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
         return WorkerLost("b", "its block raised ValueError: odd")
 
     config: Any = SimpleNamespace(name="b")
-    membership: Any = SimpleNamespace(failure_of=failure_of, abandon=lambda *_: None)
+    membership: Any = SimpleNamespace(
+        failure_of=failure_of, abandon=lambda *_: None, is_lost=lambda _: False
+    )
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     supervisor._start(config)
@@ -115,7 +117,9 @@ async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: b
 def watch(supervisor: Supervisor) -> None:
     """Let the world be complete."""
     ignore = lambda *_: None  # noqa: E731
-    membership: Any = SimpleNamespace(failure_of=ignore, abandon=ignore, lose=ignore)
+    membership: Any = SimpleNamespace(
+        failure_of=ignore, abandon=ignore, lose=ignore, is_lost=ignore
+    )
     me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
 
@@ -197,7 +201,10 @@ async def test_a_former_process_that_ends_late() -> None:
         supervisor._start(config)
     told: list[str] = []
     membership: Any = SimpleNamespace(
-        failure_of=lambda _: None, lose=lambda *_: told.append("lost"), abandon=told.append
+        failure_of=lambda _: None,
+        lose=lambda *_: told.append("lost"),
+        abandon=told.append,
+        is_lost=lambda _: False,
     )
     me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
