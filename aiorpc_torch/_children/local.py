@@ -192,7 +192,9 @@ async def local_world(
                 me = await stack.enter_async_context(run_worker(mine, supervisor.last))
             supervisor.watch_children(me)
             with supervisor.notifying_on_exit():
-                yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
+                yield LocalWorker._of(
+                    me._node, _leave=me._leave, _supervisor=supervisor, _config=configs[0]
+                )
 
 
 @renamed_parameters(restart="max_restarts")

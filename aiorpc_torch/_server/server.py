@@ -306,12 +306,7 @@ class Server:
         self._block_traceback = text.partition("\n")[2] if failure else ""
         self._executor.refusal = self._gone
         self.names.clear()
-        calls = self.open_calls()
-        for call in calls:
-            # It has arrived: its caller must not take it for unsent.
-            call.abandon(self._gone(may_have_run=True, method=call.name))
-        for call in calls:
-            call.cancel()
+        calls = self.end_calls()
         sessions = [*self.sessions.values()]
         for session in sessions:
             session.close(what or ("failed" if failure else "left"), text)
@@ -322,6 +317,16 @@ class Server:
             detach_task(task, f"{tasks[task].name} of worker {self.name}")
         await asyncio.gather(*(session.ended.wait() for session in sessions))
         self._executor.close(0.1, self.name)
+
+    def end_calls(self) -> list[ServerCall]:
+        """Fail and cancel the calls that run here; return them."""
+        calls = self.open_calls()
+        for call in calls:
+            # It has arrived: its caller must not take it for unsent.
+            call.abandon(self._gone(may_have_run=True, method=call.name))
+        for call in calls:
+            call.cancel()
+        return calls
 
     async def handle_last_messages(self) -> None:
         """Wait until the messages that torch has delivered so far are handled."""

@@ -7,6 +7,7 @@ tell each other of the workers that enter and leave (`_endpoint.entry_points`).
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -101,7 +102,8 @@ async def attach(
         try:
             attached.enter(host, adopt_agent())
             with forks_exit_here(), mistakes_explained():
-                yield Worker._of(attached.node)
+                leave = functools.partial(attached.drain, stop_timeout)
+                yield Worker._of(attached.node, _leave=leave)
         except BaseException:
             await attached.leave(0.0)
             raise
@@ -151,11 +153,12 @@ class _Attached:
 
     async def leave(self, stop_timeout: float | None) -> None:
         """Let served calls end, close the connections, and leave torch's RPC running."""
-        draining = asyncio.create_task(self._drain(stop_timeout))
+        draining = asyncio.create_task(self.drain(stop_timeout))
         closing = asyncio.create_task(self._leave(draining))
         await run_to_end(closing, draining.cancel)
 
-    async def _drain(self, stop_timeout: float | None) -> None:
+    async def drain(self, stop_timeout: float | None) -> None:
+        """Take no new calls, and wait for those that run."""
         self.node.server.retire()
         if self._attachments.has_agent():
             with anyio.move_on_after(TELL_TIMEOUT):

@@ -50,11 +50,13 @@ class Shutdown:
     directory: DirectoryClient
     timeout: float | None
     """Seconds to wait for them, None for no limit."""
-    failure: str
+    failure: str = ""
     """What ended the worker's block, "" if it ended in order."""
+    _leaving: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
+    async def run(self, failure: str) -> None:
         """Shut down to the end; a cancellation only ends the wait for peers."""
+        self.failure = failure
         waiting = asyncio.create_task(self._wait_for_peers())
         await run_to_end(asyncio.create_task(self._close(waiting)), waiting.cancel)
 
@@ -64,14 +66,25 @@ class Shutdown:
         if self.failure:  # peers with a connection see its end
             await self.node.departures.tell(self._not_connected(), self.failure)
         elif self.node.leaves_alone:
-            self.node.departures.begin_to_leave()
-            if not self.directory.retire():
-                await self._tell_others()
-            self.node.server.retire()
-            await self.node.server.drain(CALLS_TIMEOUT if self.timeout is None else self.timeout)
+            await self.leave_alone()
         else:
             with anyio.move_on_after(self.timeout):
                 await self.node.departures.leave()
+
+    async def leave_alone(self) -> None:
+        """Take no new calls, and wait for those that run, while the others go on; once."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave_alone(), name="aiorpc-leave")
+        await asyncio.shield(self._leaving)
+
+    async def _leave_alone(self) -> None:
+        self.node.leaves_alone = True
+        self.node.departures.begin_to_leave()
+        if not self.directory.retire():
+            await self._tell_others()
+        self.node.server.retire()
+        await self.node.server.drain(CALLS_TIMEOUT if self.timeout is None else self.timeout)
+        self.node.server.end_calls()
 
     async def _tell_others(self) -> None:
         """Tell the peers that stay, unless the end of a connection tells them."""
@@ -86,6 +99,9 @@ class Shutdown:
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
+        if self._leaving is not None:
+            self._leaving.cancel()
+            await asyncio.wait((self._leaving,))
         self.directory.leave(departs=self.node.leaves_alone)
         if not (self.failure or self.node.leaves_alone):
             await self.node.departures.refresh()  # the wait was cut: which peers have left?

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
+from .._aio.loops import await_on
 from .._aio.signals import graceful_signals
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
@@ -43,6 +44,10 @@ from .startup import Startup
 log = logging.getLogger("aiorpc_torch")
 
 
+Leave = Callable[[], Coroutine[Any, Any, None]]
+"""Takes no new calls, and waits for those that run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """This process as a member of a world: what `worker()` and `local_world()` yield.
@@ -57,6 +62,7 @@ class Worker:
     rank: int
     restarts: int = 0
     _node: Node = field(repr=False, compare=False, kw_only=True)
+    _leave: Leave | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     @classmethod
     def _of(cls, node: Node, restarts: int = 0, **more: Any) -> Self:
@@ -144,6 +150,21 @@ class Worker:
         await departures.serve(until)
         if reason := await departures.failure_of(until):
             raise WorkerLost(until, reason) from self._node.members.lost().get(until)
+
+    async def leave(self) -> None:
+        """Leave the world while the others go on; return when no call runs here any more.
+
+            finally:  # after SIGTERM, say
+                await me.leave()
+
+        From now on this worker takes no new calls: those of its peers raise `WorkerLeft`, and
+        `changes()` tells them "left". The calls that run here get `stop_timeout` seconds, or 10 if
+        it is None. Then they are cancelled, and raise `WorkerLeft` with `may_have_run` True. This
+        worker may call others until its block ends, which then waits for nobody. A second call
+        waits for the same end. Not in a method that a peer has called: that is waited for.
+        """
+        assert self._leave is not None
+        await await_on(self._node.loop, self._leave())
 
     def _check_peer(self, option: str, peer: str) -> None:
         if not isinstance(peer, str) or peer not in self._node.members.peers:
@@ -365,13 +386,14 @@ async def _running(
     registration = directory.registration
     [own] = (each for each in workers if each.name == config.name)
     failure, node.leaves_alone = "", config.join
+    shutdown = Shutdown(node, agent, directory, config.stop_timeout)
     try:
         node.start(host_for(workers, own), workers, agent, port)
         directory.follow(node)
         if registration.entry:
             for peer in await directory.entered():
                 node.membership.probe(peer)
-        me = Worker._of(node, registration.restarts)
+        me = Worker._of(node, registration.restarts, _leave=shutdown.leave_alone)
         log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
@@ -382,4 +404,4 @@ async def _running(
         failure = describe_failure(exc)
         raise
     finally:
-        await Shutdown(node, agent, directory, config.stop_timeout, failure).run()
+        await shutdown.run(failure)

@@ -307,6 +307,33 @@ def test_another_version_of_the_protocol(players: Players) -> None:
     )
 
 
+async def is_held(worker: str) -> bool:
+    """Return whether calls from here to a worker wait."""
+    try:
+        with aiorpc.timeout(0.2):
+            await call(worker, double, 1.0)
+    except aiorpc.WorkerUnreachable:
+        return True
+    return False
+
+
+def leave_before_the_end() -> list[object]:
+    async def main() -> list[object]:
+        async with aiorpc.attach() as me:
+            assert not await call("ps", is_held, "t0")
+            await me.leave()
+            return [await call("ps", double, 2.0), await call("ps", is_held, "t0")]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.promise("joining.drain")
+def test_a_worker_that_leaves_before_its_block_ends(players: Players) -> None:
+    """It may call, and calls to it are held, as for any that is not attached."""
+    players["ps"].run(enter)
+    assert players["t0"].run(leave_before_the_end) == [4.0, True]
+
+
 def call_beside_a_blocked_loop() -> float:
     """Call from another event loop while that of `attach` is blocked."""
 

@@ -1,0 +1,69 @@
+"""Workers that leave before their blocks end: `me.leave()`."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorkerLeft, call
+from aiorpc_torch.testing import world
+from aiorpc_torch.types import Worker
+from tests.support.two_ends import until
+
+SOON = 30.0
+
+
+async def wait_for_file(path: Path) -> str:
+    await until(path.exists)
+    return "done"
+
+
+async def wait_for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def drain(me: Worker, folder: Path, has_endless_call: bool) -> list[object]:
+    """Rank 1 leaves while rank 0 calls it; rank 2 is there to the end."""
+    if me.name == "worker2":
+        await me.serve("worker0")
+        return []
+    if me.name == "worker1":
+        await until((folder / "called").exists)
+        await asyncio.gather(me.leave(), me.leave())
+        assert await call("worker2", abs, -1) == 1
+        await me.leave()
+        return []
+    changes = me.changes()
+    first = asyncio.ensure_future(anext(changes))
+    served = asyncio.create_task(call("worker1", wait_for_file, folder / "go"))
+    endless = [asyncio.create_task(call("worker1", wait_for_ever))] if has_endless_call else []
+    await until(lambda: not aiorpc.observe.stats().unsent)
+    assert await call("worker1", abs, -1) == 1  # behind them
+    (folder / "called").touch()
+    change = await first
+    (folder / "go").touch()
+    found: list[object] = [change.kind, change.name, await served]
+    for running in (*endless, call("worker1", abs, -1)):
+        try:
+            await running
+        except WorkerLeft as exc:
+            found.append(exc.may_have_run)
+    return [*found, me.peers, await call("worker2", abs, -2)]
+
+
+@pytest.mark.promise("joining.drain")
+@pytest.mark.parametrize("has_endless_call", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_worker_that_leaves_first(tmp_path: Path, has_endless_call: bool) -> None:
+    """It takes no new calls; those that run end, or are cancelled after 10 s; it may call."""
+    found = aiorpc.run_local(drain, 3, args=(tmp_path, has_endless_call))
+    may_have_run = [True, False] if has_endless_call else [False]
+    assert found == ["left", "worker1", "done", *may_have_run, ("worker2",), 2]
+
+
+@pytest.mark.promise("joining.drain")
+async def test_the_first_worker_of_a_local_world_leaves() -> None:
+    """Its children serve it until its block ends."""
+    async with asyncio.timeout(SOON), world(["a"]) as me:
+        await me.leave()
+        assert await call("a", abs, -1) == 1
