@@ -17,6 +17,7 @@ from .._node.config import (
     check_on_failure,
     check_type,
     new_local_url,
+    watchdog_seconds,
 )
 from .._port.network import loopback_only
 from .._server.exports import Export, checked_exports
@@ -106,6 +107,7 @@ async def local_world(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
+    watchdog: float | None = None,
     max_restarts: int = 0,
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
@@ -136,6 +138,7 @@ async def local_world(
         start_timeout: Seconds until the world must be complete.
         stop_timeout: Seconds that each process waits for the others when it leaves.
         heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
+        watchdog: As for `worker`, in each process. With `max_restarts=` a child is started again.
         max_restarts: Number of times altogether that dead children are started again. A child
             rejoins under its name and rank, without the objects that it held. Its callers get
             `WorkerLost`, may `await me.wait_for(name)`, and create the objects again, which
@@ -176,6 +179,7 @@ async def local_world(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
+        watchdog=watchdog_seconds(watchdog),
         max_restarts=max_restarts,
         exports=exports,
         freeze_gc=freeze_gc,
@@ -209,6 +213,7 @@ def run_local(
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     heartbeat: float = 10.0,
+    watchdog: float | None = None,
     max_restarts: int = 0,
     on_failure: OnFailure = "stop",
     exports: Sequence[Export] | None = None,
@@ -236,6 +241,7 @@ def run_local(
         device_maps: As for `worker`, of each process; it may name the process itself.
         start_timeout: Seconds until the world must be complete.
         heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
+        watchdog: As for `worker`, in each process. With `max_restarts=` a child is started again.
         max_restarts: Number of times altogether that failed or dead children are started again,
             as for `local_world`. Its `main` runs anew, with `me.restarts` above 0.
         on_failure: Effect of a failure beyond that. "stop": the world ends at once. "continue": the
@@ -269,6 +275,7 @@ def run_local(
         start_timeout=start_timeout,
         stop_timeout=None,  # the processes are supervised: a worker waits while its peers live
         heartbeat=heartbeat,
+        watchdog=watchdog_seconds(watchdog),
         max_restarts=max_restarts,
         exports=exports,
         freeze_gc=freeze_gc,

@@ -1,5 +1,6 @@
 """The checked configuration of a worker."""
 
+import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -47,6 +48,23 @@ MIN_HEARTBEAT = 0.05
 """Seconds: a busy machine delays an answer to a ping by more than a few milliseconds."""
 
 
+MIN_WATCHDOG = 1.0
+"""Seconds: a garbage collection, or an import, holds up an event loop for tenths of one."""
+
+WATCHDOG = "AIORPC_TORCH_WATCHDOG"
+
+
+def watchdog_seconds(given: float | None) -> float | None:
+    """Return `given`, else the number in the environment, else None."""
+    text = os.environ.get(WATCHDOG, "")
+    if given is not None or not text:
+        return given
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{WATCHDOG} must be a number of seconds, got {text!r}") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """The checked arguments that `worker()` and `attach()` have in common."""
@@ -57,6 +75,7 @@ class NodeConfig:
     heartbeat: float = 10.0
     exports: tuple[Export, ...] | None = None
     max_restarts: int | None = None  # of the children of a local world; None in other worlds
+    watchdog: float | None = None
 
     def __post_init__(self) -> None:
         check_type("threads", self.threads, int)
@@ -74,6 +93,13 @@ class NodeConfig:
                 raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.watchdog is not None:
+            check_type("watchdog", self.watchdog, Real, " or None")
+            if not MIN_WATCHDOG <= self.watchdog < float("inf"):
+                raise ValueError(
+                    "watchdog must be None or a finite number of seconds, at least "
+                    f"{MIN_WATCHDOG}, got {self.watchdog!r}"
+                )
         if not MIN_HEARTBEAT <= self.heartbeat < float("inf"):
             raise ValueError(
                 "heartbeat must be a finite number of seconds, at least "

@@ -18,13 +18,14 @@ import anyio
 
 from .._aio.fork import forks_exit_here
 from .._aio.tasks import run_to_end
+from .._aio.watchdog import watchdog as ending_if_blocked
 from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
 from .._endpoint import entry_points
 from .._handles.mistakes import mistakes_explained
 from .._inspection.snapshot_socket import offered
 from .._node.attachments import LEAVING
-from .._node.config import NodeConfig
+from .._node.config import NodeConfig, watchdog_seconds
 from .._node.node import Node
 from .._peers.peers import Peers
 from .._port import network
@@ -51,6 +52,7 @@ async def attach(
     start_timeout: float = 60.0,
     stop_timeout: float | None = 10.0,
     heartbeat: float = 10.0,
+    watchdog: float | None = None,
     interface: str | None = None,
     exports: Sequence[Export] | None = None,
 ) -> AsyncIterator[Worker]:
@@ -75,6 +77,7 @@ async def attach(
             sets no limit. After an exception they are cancelled at once.
         heartbeat: Seconds of silence after which a connected peer that something waits for is lost.
             The peer's event loop or a thread of torch's answers in time if one of them is free.
+        watchdog: As for `worker`.
         interface: Network interface for small messages between hosts (default: as for `worker`).
         exports: As for `worker`.
 
@@ -88,6 +91,7 @@ async def attach(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
+        watchdog=watchdog_seconds(watchdog),
         exports=None if exports is None else checked_exports(exports),
     )
     if entry_points.current() is not None:
@@ -98,7 +102,7 @@ async def attach(
     attached = _Attached(config, Peers(agent_name(), is_attached=True))
     # Before torch's table is read: no later change of it is missed.
     entry_points.enter(attached.node)
-    with offered(attached.node, init_method()):
+    with offered(attached.node, init_method()), ending_if_blocked(config.watchdog):
         try:
             attached.enter(host, adopt_agent())
             with forks_exit_here(), mistakes_explained():

@@ -15,13 +15,14 @@ from .._aio.loops import await_on
 from .._aio.signals import graceful_signals
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
+from .._aio.watchdog import watchdog as ending_if_blocked
 from .._client.introduction import Introductions
 from .._directory.meeting import Meeting
 from .._endpoint import entry_points
 from .._handles.mistakes import mistakes_explained
 from .._inspection.dump import dump_on_signal
 from .._inspection.snapshot_socket import offered
-from .._node.config import OnFailure, WorkerConfig
+from .._node.config import OnFailure, WorkerConfig, watchdog_seconds
 from .._node.membership import Children
 from .._node.node import Node, host_for
 from .._peers.changes import Change
@@ -190,6 +191,7 @@ async def worker(
     start_timeout: float = 60.0,
     stop_timeout: float | None = None,
     heartbeat: float = 10.0,
+    watchdog: float | None = None,
     interface: str | None = None,
     port: int | None = None,
     tls: Tls | None = None,
@@ -237,6 +239,10 @@ async def worker(
             the wait. After 10 s the log names who is awaited.
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
             frozen or unreachable. At least 0.05. (A peer that dies is detected at once.)
+        watchdog: Seconds after which the process ends, with a non-zero exit code, if its event loop
+            has not run: a method blocks it, C code keeps the GIL, or the process was frozen. The
+            stacks of its threads are printed on stderr. At least 1 (default: AIORPC_TORCH_WATCHDOG
+            in the environment, else no watchdog). Whatever supervises the process starts a new one.
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
             the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).
@@ -289,6 +295,7 @@ async def worker(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
+        watchdog=watchdog_seconds(watchdog),
         interface=_interface(interface, is_single_host(init_method, world_size)),
         **port_settings(port, tls),
         on_failure=on_failure,
@@ -352,7 +359,8 @@ async def _entered(
             startup = Startup(config, directory, node.server.set_device_routes, one_port)
             agent, workers = await startup.run()
             watched = offered(node, config.init_method)
-            with _gc_frozen(config.freeze_gc), dump_on_signal(), watched:
+            ends = ending_if_blocked(config.watchdog)
+            with _gc_frozen(config.freeze_gc), dump_on_signal(), watched, ends:
                 async with _running(config, node, directory, agent, workers, port) as me:
                     yield me
     finally:

@@ -77,6 +77,7 @@ class Options(TypedDict, total=False):
     start_timeout: float
     stop_timeout: float
     heartbeat: float
+    watchdog: float | None
     max_restarts: int
     exports: Sequence[Export] | None
     freeze_gc: bool

@@ -11,6 +11,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotInWorld, WorkerLost, call
+from aiorpc_torch._node.config import watchdog_seconds
 from aiorpc_torch.testing import world
 from aiorpc_torch.types import Worker
 from tests.support.two_ends import until
@@ -64,6 +65,42 @@ async def test_a_child_that_hangs_is_stopped(how: str, is_cancelled: bool, tmp_p
         await me.start("a")
         assert await call("a", abs, -1) == 1
         assert await call("b", abs, -2) == 2
+
+
+@pytest.mark.promise("rejoin.watchdog")
+@pytest.mark.parametrize("how", ["its loop is blocked", "it keeps the GIL"])
+async def test_a_child_with_a_watchdog(
+    how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends, tells where it stood, and is started again; a plain `def` may take its time."""
+    options = {"watchdog": 1.0, "max_restarts": 1, "logs": None}
+    async with asyncio.timeout(SOON), world(["a"], **options) as me:  # type: ignore[arg-type]
+        assert await call("a", time.sleep, 1.5) is None
+        hanging = await hang("a", how, tmp_path / "begun")
+        assert hanging is not None
+        with pytest.raises(WorkerLost, match="its process ended with exit code 1"):
+            await hanging
+        await me.wait_for("a")
+        assert await call("a", abs, -1) == 1
+    name = "block_the_loop" if how == "its loop is blocked" else "keep_the_gil"
+    assert f"in {name}" in capfd.readouterr().err
+
+
+def test_a_watchdog_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of seconds, unless the argument gives one."""
+    monkeypatch.setenv("AIORPC_TORCH_WATCHDOG", "7")
+    assert (watchdog_seconds(None), watchdog_seconds(2.0)) == (7.0, 2.0)
+    monkeypatch.setenv("AIORPC_TORCH_WATCHDOG", "soon")
+    with pytest.raises(ValueError, match="AIORPC_TORCH_WATCHDOG must be a number"):
+        watchdog_seconds(None)
+
+
+@pytest.mark.parametrize("seconds", [0.5, float("nan"), float("inf"), -1])
+async def test_an_unusable_watchdog(seconds: float) -> None:
+    """It is refused before anything starts."""
+    with pytest.raises(ValueError, match="watchdog must be None or a finite number"):
+        async with world(watchdog=seconds):
+            pass
 
 
 async def end_quietly() -> None:
