@@ -161,7 +161,7 @@ class Worker:
         From now on this worker takes no new calls: those of its peers raise `WorkerLeft`, and
         `changes()` tells them "left". The calls that run here get `stop_timeout` seconds, or 10 if
         it is None. Then they are cancelled, and raise `WorkerLeft` with `may_have_run` True. This
-        worker may call others until its block ends, which then waits for nobody. A second call
+        worker may call others until its block ends, which then waits for no peer. A second call
         waits for the same end. Not in a method that a peer has called: that is waited for.
         """
         assert self._leave is not None
