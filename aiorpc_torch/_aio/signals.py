@@ -8,14 +8,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
 
 @contextlib.contextmanager
-def graceful_signals(wanted: bool = True) -> Iterator[None]:
-    """Let SIGTERM cancel the current task; after the block, raise `SystemExit(143)`.
+def graceful_signals(
+    wanted: bool = True, on_stop: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Let SIGTERM cancel the current task, once; after the block, raise `SystemExit(143)`.
 
     The first Ctrl-C stays asyncio's, which cancels the main task; the second one in the block ends
     the process at once. An ignored SIGINT, as of a script's background process, stays ignored.
@@ -23,6 +25,7 @@ def graceful_signals(wanted: bool = True) -> Iterator[None]:
 
     Args:
         wanted: False leaves all handlers as they are.
+        on_stop: Is called at SIGTERM and Ctrl-C, before the task is cancelled.
     """
     previous = signal.getsignal(signal.SIGINT)
     is_ignored = previous is signal.SIG_IGN
@@ -30,8 +33,8 @@ def graceful_signals(wanted: bool = True) -> Iterator[None]:
     if not wanted or not in_main or not (is_ignored or _is_asyncios(previous)):
         yield
         return
-    ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous)
-    with _sigterm_cancels(), ctrl_c:
+    ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous, on_stop)
+    with _sigterm_cancels(on_stop), ctrl_c:
         yield
 
 
@@ -44,7 +47,7 @@ def _is_asyncios(handler: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _sigterm_cancels() -> Iterator[None]:
+def _sigterm_cancels(on_stop: Callable[[], object]) -> Iterator[None]:
     """Let SIGTERM cancel the task in this block, which then raises `SystemExit(143)`."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -52,7 +55,10 @@ def _sigterm_cancels() -> Iterator[None]:
 
     def terminate() -> None:
         nonlocal was_received
+        if was_received:  # a second one must not end the program's own clean-up
+            return
         was_received = True
+        on_stop()
         if task is not None:
             task.cancel("SIGTERM")
 
@@ -68,14 +74,16 @@ def _sigterm_cancels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _second_ctrl_c_exits(previous: Any) -> Iterator[None]:
+def _second_ctrl_c_exits(previous: Any, on_stop: Callable[[], object]) -> Iterator[None]:
     count = 0
+    loop = asyncio.get_running_loop()
 
     def on_sigint(signum: int, frame: FrameType | None) -> None:
         nonlocal count
         count += 1
         if count > 1:
             force_exit(128 + signal.SIGINT)
+        loop.call_soon_threadsafe(on_stop)
         previous(signum, frame)
 
     signal.signal(signal.SIGINT, on_sigint)

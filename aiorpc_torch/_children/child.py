@@ -1,9 +1,9 @@
 """A child process that is a worker: its start, the pipe to it, and its end.
 
 The pipe carries the parent's commands to the child. To the parent it carries that the child has
-entered its world, that it has left in order, and the child's failure. A closed pipe means death, in
-both directions: the kernel closes it however a process ends. (The signal of `PR_SET_PDEATHSIG` is
-sent when the *thread* that started the child ends.)
+entered its world, that it got a SIGTERM, that it has left in order, and its failure. A closed pipe
+means death, in both directions: the kernel closes it however a process ends. (The signal of
+`PR_SET_PDEATHSIG` is sent when the *thread* that started the child ends.)
 """
 
 import asyncio
@@ -15,21 +15,25 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
 from .._aio.signals import end_process
+from .._aio.tasks import run_to_end
+from .._aio.threads import run_in_thread
 from .._node.config import WorkerConfig
 from .._wire.by_value import is_main_without_file
 from .._wire.exceptions import RemoteFailure
 from .._world.worker import run_worker
 from ..errors import WorkerLost
 from .child_logs import ChildOutput, Outputs, use_outputs
-from .processes import ProcessFactory, sigint_blocked
+from .process_table import is_exiting, kill_descendants, kill_tree
+from .processes import STOP_SIGNALS, ProcessFactory, stop_signals_blocked
 
 Main = Callable[..., Awaitable[Any]]
 
@@ -41,11 +45,12 @@ serves leaves, and the others go on. "cancel": a worker failed, or
 Ctrl-C was pressed; stop now.
 """
 
-# What a child tells its parent: once it is in its world, and once it has left in order.
-_ENTERED, _LEFT = "entered", "left"
+# What a child tells its parent: it is in its world; it got a SIGTERM; it has left in order.
+_ENTERED, _SIGTERM, _LEFT = "entered", "sigterm", "left"
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
 EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
+FAILED_TIMEOUT = 2.0  # seconds for the end of a child that has told its failure
 
 
 def describe_exit(code: int | None) -> str:
@@ -60,16 +65,6 @@ def describe_exit(code: int | None) -> str:
         return f"its process was killed by signal {-code}"
 
 
-def _is_exiting(pid: int | None) -> bool:
-    """Return whether the kernel is ending a process: then its exit code comes, at once or soon."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # it has been reaped
-        return True
-    # The flags, of which PF_EXITING is set before any file of the process is closed.
-    return bool(int(fields[6]) & 0x4)
-
-
 class ChildProcess:
     """A process that runs `main(me, *args)` as the worker of `config`, or only serves."""
 
@@ -80,27 +75,61 @@ class ChildProcess:
         main: Main | None,
         args: tuple[Any, ...],
         output: ChildOutput | None = None,
+        on_sigterm: Callable[["ChildProcess"], object] = lambda _: None,
     ) -> None:
         self.name = config.name
-        self.has_entered = self._has_left = False
+        self.entered_at: float | None = None
+        """When it has entered its world (`time.monotonic()`)."""
+        self._has_left = False
         self._output = output
+        self._on_sigterm = on_sigterm
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
+        self._reason = ""  # why this process has killed it
         self._is_watched = True
         # This end stays open until `close`: its end would mean this process's death to the child.
-        self._pipe, theirs = multiprocessing.Pipe()
+        self._pipe, self._theirs = multiprocessing.Pipe()
         writers = () if output is None else output.writers
-        self._process = make_process(child_main, (theirs, config, main, args, writers), config.name)
+        args = (self._theirs, config, main, args, writers)
+        self._process = make_process(child_main, args, config.name)
+
+    async def start(self) -> None:
+        """Start the process, in a thread: the server that forks it may be frozen.
+
+        Raises:
+            OSError: if there are too many processes or open files.
+            ServerDied: if the server does not answer.
+        """
+        starting = asyncio.create_task(run_in_thread(self._start, "aiorpc-start"))
         try:
-            with sigint_blocked(), _main_importable():
+            await run_to_end(starting)
+        except BaseException:
+            if not self.has_started():
+                self._pipe.close()
+            raise
+        finally:
+            if self.has_started():
+                _running.add(self)
+                self.ended.get_loop().add_reader(self._pipe.fileno(), self._receive)
+
+    def _start(self) -> None:
+        try:
+            for end in (self._pipe, self._theirs):
+                close_on_fork(end)
+            with stop_signals_blocked(), _main_importable():
                 self._process.start()
         finally:
-            if output is not None:
-                output.started()
-        theirs.close()
-        close_on_fork(self._pipe)
-        _running.add(self)
-        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
+            self._theirs.close()
+            if self._output is not None:
+                self._output.started()
+
+    def has_started(self) -> bool:
+        """Return whether the process was started."""
+        return self._process.pid is not None
+
+    def lived(self) -> float:
+        """Return the seconds since it has entered its world, 0 if it has not."""
+        return 0.0 if self.entered_at is None else time.monotonic() - self.entered_at
 
     def send(self, command: ParentCommand) -> None:
         """Send a command to the child, which may have ended."""
@@ -110,11 +139,15 @@ class ChildProcess:
     def _receive(self) -> None:
         try:
             if (message := self._pipe.recv()) == _ENTERED:
-                self.has_entered = True
+                self.entered_at = time.monotonic()
+            elif message == _SIGTERM:
+                self._on_sigterm(self)
             elif message == _LEFT:
                 self._has_left = True
             else:
                 self._failure = message.exception()
+                # Exit functions of libraries may wait for ever.
+                self.ended.get_loop().call_later(FAILED_TIMEOUT, self.kill)
         except (EOFError, OSError):
             self.ended.get_loop().remove_reader(self._pipe.fileno())
             self._await_exit(EXIT_POLLS)
@@ -124,7 +157,7 @@ class ChildProcess:
         # The kernel closes a process's files just before the process can be reaped.
         if not self._is_watched:
             return
-        is_awaited = polls > 0 or _is_exiting(self._process.pid)
+        is_awaited = polls > 0 or is_exiting(self._process.pid)
         if (code := self._process.exitcode) is None and is_awaited:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
         else:
@@ -138,7 +171,7 @@ class ChildProcess:
     def _exit_failure(self, code: int | None) -> BaseException | None:
         if code == 0 and self._has_left:  # else code of a library has ended the process
             return None
-        lost = WorkerLost(self.name, describe_exit(code))
+        lost = WorkerLost(self.name, self._reason or describe_exit(code))
         if self._output is not None and (note := self._output.note()):
             lost.add_note(note)
         return lost
@@ -146,7 +179,7 @@ class ChildProcess:
     def is_exiting(self) -> bool:
         """Return whether the process has ended or ends now. In any thread."""
         with contextlib.suppress(ValueError):  # it is closed: its world has ended
-            return _is_exiting(self._process.pid)
+            return is_exiting(self._process.pid)
         return False
 
     async def wait_for_exit(self) -> None:
@@ -158,7 +191,7 @@ class ChildProcess:
         """Return the text for the exit code, "" if there is none yet."""
         with contextlib.suppress(ValueError):
             if (code := self._process.exitcode) is not None:
-                return describe_exit(code)
+                return self._reason or describe_exit(code)
         return ""
 
     def release(self) -> bool:
@@ -171,14 +204,18 @@ class ChildProcess:
         self._pipe.close()  # the process's own descriptors are closed with its object
         return True
 
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
+    def kill(self, reason: str = "") -> None:
+        """Kill the process with its descendants, if it has not ended."""
+        with contextlib.suppress(ValueError):  # it is closed
+            if self._process.exitcode is None and self._process.pid is not None:
+                self._reason = reason
+                kill_tree(self._process.pid)
+                self._process.kill()
 
     def close(self) -> None:
         """Kill the process if it has not ended, and free what belongs to it."""
         if self._process.exitcode is None:
-            self._process.kill()
+            self.kill()
             self._process.join(EXIT_CODE_TIMEOUT)
         _running.discard(self)
         self._pipe.close()
@@ -226,10 +263,8 @@ def child_main(
 ) -> NoReturn:
     """Run in the child from its start to its end."""
     use_outputs(outputs)
-    # A handler, not SIG_IGN, which programs that the child starts would inherit.
     close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _leave_signals_to_parent(pipe)
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
     code = 0
     try:
@@ -242,11 +277,34 @@ def child_main(
         tell_parent(pipe, _LEFT)
     except asyncio.CancelledError:
         tell_parent(pipe, _LEFT)  # by the parent's command
+        kill_descendants(os.getpid())
     except BaseException as exc:
         # Raised, and its traceback printed once, in the parent.
+        signal.signal(signal.SIGTERM, lambda *_: None)  # no message in the middle of this one
         tell_parent(pipe, RemoteFailure.of(exc, config.name))
+        # The exit function of multiprocessing waits for the processes of a pool, without end.
+        kill_descendants(os.getpid())
         code = 1
     end_process(code)
+
+
+def _leave_signals_to_parent(pipe: Connection) -> None:
+    """Ignore Ctrl-C, and tell the parent of a SIGTERM: it may have got one too, and stop in order.
+
+    Handlers, not SIG_IGN, which programs that the child starts would inherit.
+    """
+    owner = os.getpid()
+
+    def on_sigterm(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            tell_parent(pipe, _SIGTERM)
+        else:  # a fork, of a pool, say
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def tell_parent(pipe: Connection, message: object) -> None:
@@ -274,8 +332,9 @@ async def _run(
         try:
             while True:
                 call_soon(loop, actions[pipe.recv()])
-        except (EOFError, OSError):
-            os._exit(1)  # the parent is dead, perhaps by kill -9
+        except (EOFError, OSError):  # the parent is dead, perhaps by kill -9
+            kill_descendants(os.getpid())
+            os._exit(1)
 
     threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:

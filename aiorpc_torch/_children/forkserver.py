@@ -11,6 +11,7 @@ it started, and it has a socket that has to be removed. This one is reached over
 
 import asyncio
 import contextlib
+import math
 import multiprocessing.process
 import os
 import pickle
@@ -19,6 +20,7 @@ import select
 import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import context, popen_fork, reduction, resource_tracker, spawn, util
@@ -34,6 +36,7 @@ from .forkserver_main import (
     InheritedDescriptor,
     main,
 )
+from .process_table import exit_code_of_zombie
 
 # Beginnings of variables that torch and the libraries below it read while they are loaded. Children
 # get all variables as they are when the child starts; for these that would be too late.
@@ -43,7 +46,13 @@ READ_AT_IMPORT = (
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TZ"),
 )
 
-ANSWER_TIMEOUT = 20.0  # seconds for it to fork a child, or to report the end of a killed one
+ANSWER_TIMEOUT = 5.0  # seconds for it to fork a child; the thread that starts the child waits
+END_TIMEOUT = 1.0  # seconds for its own end, which ends the processes that are left
+REPORT_INTERVAL = 0.05  # seconds between looks for a process that has ended, if it is frozen
+
+
+class ServerDied(RuntimeError):
+    """The server has died, or was killed since it was frozen."""
 
 
 class ForkServer:
@@ -71,7 +80,8 @@ class ForkServer:
         Raises:
             TimeoutError: if they are not.
             ImportError: if a module of `preload` cannot be imported.
-            RuntimeError: if one started a thread or CUDA; if the process died.
+            RuntimeError: if one started a thread or CUDA.
+            ServerDied: if the process died.
         """
         if self._is_ready:
             return
@@ -112,8 +122,15 @@ class ForkServer:
         return process
 
     def fork(self, descriptors: Sequence[int], more: int) -> None:
-        """Request a child that gets these descriptors, and `more` on the second of them."""
-        socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
+        """Request a child that gets these descriptors, and `more` on the second of them.
+
+        Raises:
+            ServerDied: if the process has ended.
+        """
+        try:
+            socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
+        except ConnectionError:
+            raise _died() from None
 
 
 _current: ForkServer | None = None
@@ -179,15 +196,17 @@ def _end(connection: socket.socket, pid: int, owner: int) -> None:
     if os.getpid() != owner:  # in a fork of this process, which has closed the descriptor
         connection.detach()
         return
-    connection.close()
+    connection.close()  # so it ends
+    limit = time.monotonic() + END_TIMEOUT
     with contextlib.suppress(ChildProcessError):
-        if os.waitpid(pid, os.WNOHANG) == (0, 0):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > limit:  # it is frozen
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
 
 
-def _died() -> RuntimeError:
-    return RuntimeError("the process that forks the children of local worlds has died")
+def _died() -> ServerDied:
+    return ServerDied("the process that forks the children of local worlds has died")
 
 
 def _is_stream(descriptor: int) -> bool:
@@ -276,19 +295,23 @@ class _Launched(popen_fork.Popen):
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, None while the process runs. `flag` 0 waits."""
-        if self.returncode is None and wait([self._status], 0 if flag == os.WNOHANG else None):
-            with self._poll_lock:
-                if self.returncode is None:
-                    code = self._receive()
-                    # As `multiprocessing` if it is unknown.
-                    self.returncode = 255 if code is None else code
-        return self.returncode
+        if flag != os.WNOHANG:
+            return self.wait()
+        with self._poll_lock:
+            if self.returncode is None and wait([self._status], 0):
+                code = self._receive()
+                # As `multiprocessing` if it is unknown.
+                self.returncode = 255 if code is None else code
+            elif self.returncode is None:  # a server that is frozen does not report it
+                self.returncode = exit_code_of_zombie(self.pid)
+            return self.returncode
 
-    def kill(self) -> None:
-        """Send SIGKILL, and wait for the report of the end."""
-        super().kill()
-        if self.returncode is None and not wait([self._status], ANSWER_TIMEOUT):
-            self._server.kill()  # else `join` would wait without end
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the exit code, for at most `timeout` seconds; return it, None if none came."""
+        limit = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None and (left := limit - time.monotonic()) > 0:
+            wait([self._status], min(left, REPORT_INTERVAL))
+        return self.returncode
 
     def _send_signal(self, sig: int) -> None:
         self.poll()  # the server has reaped a process that has ended

@@ -19,6 +19,7 @@ from .._node.config import (
     new_local_url,
     watchdog_seconds,
 )
+from .._peers.peers import Peer
 from .._port.network import loopback_only
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
@@ -70,6 +71,16 @@ class LocalWorker(Worker):
         check_type("a worker's name", name, str)
         self._check_is_open()
         await self._on_loop(self._stop(name))
+
+    async def _restart(self, peer: Peer) -> None:
+        name = peer.name
+        if self._supervisor.is_given_up(name):
+            await self.start(name)
+        elif self._supervisor.knows(name):
+            await self._supervisor.replace(name)
+            await self._node.membership.wait_until_alive(name, peer.worker_id)
+        else:
+            await Worker._restart(self, peer)
 
     def _check_is_open(self) -> None:
         if not self._node.membership.is_open:
@@ -190,7 +201,7 @@ async def local_world(
     supervisor = Supervisor(
         configs[1:], None, (), max_restarts, ProcessOptions(start, preload, logs)
     )
-    with graceful_signals(handle_signals):
+    with graceful_signals(handle_signals, supervisor.begin_to_stop):
         async with supervisor.running(), contextlib.AsyncExitStack() as stack:
             async with supervisor.raising_failures("stop"):
                 me = await stack.enter_async_context(run_worker(mine, supervisor.last))
@@ -296,7 +307,7 @@ async def _run(
     on_failure: OnFailure,
     handle_signals: bool,
 ) -> T:
-    with graceful_signals(handle_signals):
+    with graceful_signals(handle_signals, supervisor.begin_to_stop):
         async with supervisor.running():
             entering = run_worker(config, supervisor.last)
             async with supervisor.raising_failures(on_failure), entering as me:

@@ -46,7 +46,7 @@ class ProcessOptions:
         """
         if self.start == "spawn":
             return spawned_process
-        with sigint_blocked():
+        with stop_signals_blocked():
             server = forkserver.obtain(self.preload)
         names = ", ".join(("torch", *self.preload))
         try:
@@ -57,8 +57,7 @@ class ProcessOptions:
                 f"the process that forks the children did not import {names} within {timeout:g} s",
                 [],
             ) from None
-        # A replacement process cannot wait for the import of torch in another server.
-        return lambda *of: (server.process if server.is_alive() else spawned_process)(*of)
+        return server.process
 
 
 def spawned_process(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
@@ -67,14 +66,17 @@ def spawned_process(target: Callable[..., Any], args: tuple[Any, ...], name: str
     return multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
 
 
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
 @contextlib.contextmanager
-def sigint_blocked() -> Iterator[None]:
-    """Let processes that start in this block have Ctrl-C blocked until they can ignore it."""
-    # Ctrl-C goes to the whole process group, and a child that is still importing torch would print
-    # a traceback. A child inherits the mask, until `child_main` installs a handler.
-    # multiprocessing's tracker unblocks the signal when it starts: so it starts first.
+def stop_signals_blocked() -> Iterator[None]:
+    """Let processes that this thread starts in the block have Ctrl-C and SIGTERM blocked."""
+    # Both may go to all processes of a program, and a child that is still importing torch would
+    # print a traceback, or die. A child inherits the mask, until `child_main` installs handlers.
+    # multiprocessing's tracker unblocks the signals when it starts: so it starts first.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from .._aio.interruption import Interrupt, interruptible
+from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._node.config import OnFailure, WorkerConfig
 from .._node.membership import Membership
 from .._world.worker import Worker
-from ..errors import WorkerLost, WorldTimeout
+from ..errors import NotInWorld, WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
 from .child_logs import LogReader
+from .forkserver import ServerDied
 from .processes import ProcessFactory, ProcessOptions
+from .restarts import Restarts
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -25,6 +29,7 @@ EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
 LOST_TIMEOUT = 0.5  # for those that are lost: frozen, say
 STOP_GRACE = 2.0  # beyond its `stop_timeout` for a child to leave when it is told to
+SIGTERM_DELAY = 0.5  # after the SIGTERM of a child, for that of this process to be handled
 JOIN_GRACE = 1.0  # seconds beyond `start_timeout` for a child to tell itself why it does not join
 
 # Seconds for the exception of a child that has told its peers of its failure, and has not ended by
@@ -32,25 +37,32 @@ JOIN_GRACE = 1.0  # seconds beyond `start_timeout` for a child to tell itself wh
 FAILURE_TIMEOUT = 20.0
 
 
+REPLACED = "its process was ended by restart()"
+
+
 @dataclass(eq=False)
 class Supervisor:
     """A supervisor of one child for each of `configs`, which runs `main(me, *args)` or only serves.
 
-    `restarts` times altogether, a child that fails or dies is started again. A failure beyond that
-    interrupts the block of `raising_failures`. With its `on_failure` "continue" only that of a
+    `max_restarts` times altogether, a child that fails or dies is started again. A failure beyond
+    that interrupts the block of `raising_failures`. With its `on_failure` "continue" only that of a
     child which the world lacks at its start does.
     """
 
     configs: Sequence[WorkerConfig]
     main: Main | None
     args: tuple[Any, ...]
-    restarts: int
+    max_restarts: int
     processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     last: dict[str, ChildProcess] = field(default_factory=dict)
     """The last child of each name. Any thread may read it."""
     _children: list[ChildProcess] = field(default_factory=list)
     _stopping: set[ChildProcess] = field(default_factory=set)
+    _replaced: set[ChildProcess] = field(default_factory=set)  # killed by `replace`
+    _config_of: dict[str, WorkerConfig] = field(default_factory=dict)  # of the last child
+    _starting: set[str] = field(default_factory=set)
+    _restarting: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _make_process: ProcessFactory | None = None
     _logs: LogReader | None = None
     _command: ParentCommand | None = None  # the last one that was sent
@@ -60,22 +72,41 @@ class Supervisor:
     _membership: Membership | None = None
     _interrupt: Interrupt | None = None
     _on_failure: OnFailure = "stop"
+    _is_stopping = False  # by a signal
+    _is_closed = False
+
+    def __post_init__(self) -> None:
+        self._restarts = Restarts(self.max_restarts)
+        # A handler of the program decides, for its children too.
+        self._has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
         try:
-            if self.configs:
-                self._make_process = await self.processes.factory(self.configs[0].start_timeout)
             for config in self.configs:
-                self._start(config)
-                await asyncio.sleep(0)  # each fork takes milliseconds
+                await self._start(config)
             yield
         except BaseException:
             self._send("cancel")
             await self._close(CANCEL_TIMEOUT)
             raise
         await self._close(EXIT_TIMEOUT)
+
+    def begin_to_stop(self) -> None:
+        """Restart no child from now on: a signal stops this process, and perhaps all."""
+        self._is_stopping = True
+        for name, task in self._restarting.items():
+            task.cancel()
+            self._abandon(name, "it is not restarted: the program stops")
+
+    def _on_sigterm(self, child: ChildProcess) -> None:
+        asyncio.get_running_loop().call_later(SIGTERM_DELAY, self._end_by_sigterm, child)
+
+    def _end_by_sigterm(self, child: ChildProcess) -> None:
+        """End a child, unless this process got a SIGTERM too: then the program stops in order."""
+        if self._has_default and not (self._is_stopping or self._command):
+            child.kill("its process was killed by SIGTERM")
 
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
@@ -114,12 +145,11 @@ class Supervisor:
         joining = asyncio.ensure_future(has_joined)
         child: ChildProcess | None = None
         try:
-            if self._make_process is None:
-                self._make_process = await self.processes.factory(config.start_timeout)
+            await self._stop_restarting(config.name)
             if self._is_joining(config.name):
                 first = "the first one is joining"
                 raise ValueError(f"two workers are called {config.name!r}: {first}")
-            child = self._begin(config)
+            child = await self._begin(config)
             either, limit = (joining, child.ended), config.start_timeout + JOIN_GRACE
             await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if child.ended.done():
@@ -129,24 +159,39 @@ class Supervisor:
                 raise WorldTimeout(f"{text}, and its process was killed: it may be frozen")
         except BaseException:
             if child is not None:
-                child.kill()
-                self._stopping.add(child)
-                self._release(child)
-                child.ended.add_done_callback(partial(self._on_killed, child))
+                self._drop(child)
             raise
         finally:
             joining.cancel()
         self._supervise(child, config)
+
+    def _drop(self, child: ChildProcess) -> None:
+        """Kill a child that is not supervised."""
+        child.kill()
+        self._stopping.add(child)
+        self._release(child)
+        child.ended.add_done_callback(partial(self._on_killed, child))
 
     def _on_killed(self, child: ChildProcess, _: object) -> None:
         self._release(child)
 
     def _is_joining(self, name: str) -> bool:
         """Return whether the last child of this name is on its way into the world."""
+        if name in self._starting:
+            return True
         child = self.last.get(name)
         if child is None or child in self._stopping:
             return False
-        return not (child.has_entered or child.ended.done())
+        return child.entered_at is None and not child.ended.done()
+
+    async def _stop_restarting(self, name: str) -> bool:
+        """Let no process follow one that has ended; return whether one would have."""
+        task = self._restarting.get(name)
+        if task is None:
+            return False
+        task.cancel()
+        await asyncio.wait((task,))
+        return task.cancelled()
 
     async def remove(self, name: str, timeout: float) -> None:
         """Let a child leave while the others go on, and wait for its end.
@@ -157,15 +202,44 @@ class Supervisor:
         Raises:
             ValueError: if no such child is alive.
         """
-        child = self.last.get(name)
-        if child is None or child.ended.done():
-            alive = ", ".join(each.name for each in self._children if not each.ended.done())
-            raise ValueError(f"{name!r} is not a child of this world; there are: {alive or 'none'}")
+        if await self._stop_restarting(name):
+            self._abandon(name, "it was stopped before it was restarted")
+            return
+        child = self._alive(name)
         self._stopping.add(child)
         child.send("stop")
         loop = asyncio.get_running_loop()
         timer = loop.call_later(timeout + STOP_GRACE, self._kill_late, child, timeout + STOP_GRACE)
         child.ended.add_done_callback(partial(self._on_stopped, child, timer))
+        await asyncio.wait((child.ended,))
+
+    def knows(self, name: str) -> bool:
+        """Return whether this process has started a child of that name."""
+        return name in self._config_of
+
+    def is_given_up(self, name: str) -> bool:
+        """Return whether such a child has ended, and is not restarted."""
+        return self.knows(name) and name not in self.last and name not in self._restarting
+
+    def _alive(self, name: str) -> ChildProcess:
+        child = self.last.get(name)
+        if child is None or child.ended.done():
+            alive = ", ".join(each.name for each in self._children if not each.ended.done())
+            raise ValueError(f"{name!r} is not a child of this world; there are: {alive or 'none'}")
+        return child
+
+    async def replace(self, name: str) -> None:
+        """Kill a child whatever its state, and start another one, which does not count.
+
+        Raises:
+            ValueError: if no such child is alive, or about to be restarted.
+        """
+        if await self._stop_restarting(name):
+            self._restart(self._config_of[name], WorkerLost(name, REPLACED), 0.0)
+            return
+        child = self._alive(name)
+        self._replaced.add(child)
+        child.kill(REPLACED)
         await asyncio.wait((child.ended,))
 
     def _kill_late(self, child: ChildProcess, seconds: float) -> None:
@@ -174,8 +248,11 @@ class Supervisor:
         text = f"it did not leave within {seconds:g} s, and was killed"
         log.warning("worker %r: %s", child.name, text)
         child.kill()
+        self._abandon(child.name, text)
+
+    def _abandon(self, name: str, text: str) -> None:
         if self._membership is not None:
-            self._membership.abandon(child.name, WorkerLost(child.name, text))
+            self._membership.abandon(name, WorkerLost(name, text))
 
     def _on_stopped(self, child: ChildProcess, timer: asyncio.TimerHandle, _: object) -> None:
         timer.cancel()
@@ -189,17 +266,44 @@ class Supervisor:
             if self.last.get(child.name) is child:
                 del self.last[child.name]
 
-    def _start(self, config: WorkerConfig) -> None:
-        self._supervise(self._begin(config), config)
+    async def _start(self, config: WorkerConfig) -> None:
+        self._supervise(await self._begin(config), config)
 
-    def _begin(self, config: WorkerConfig) -> ChildProcess:
-        assert self._make_process is not None
+    async def _begin(self, config: WorkerConfig) -> ChildProcess:
+        self._config_of[config.name] = config
+        self._starting.add(config.name)
+        try:
+            try:
+                return await self._begin_once(config)
+            except ServerDied:  # it was frozen, say
+                self._make_process = None
+                return await self._begin_once(config)
+        finally:
+            self._starting.discard(config.name)
+
+    async def _begin_once(self, config: WorkerConfig) -> ChildProcess:
+        if self._make_process is None:
+            self._make_process = await self.processes.factory(config.start_timeout)
         if self.processes.logs is not None and self._logs is None:
             self._logs = LogReader()
         output = None if self._logs is None else self._logs.open(config.name)
-        child = ChildProcess(self._make_process, config, self.main, self.args, output)
+        child = ChildProcess(
+            self._make_process, config, self.main, self.args, output, self._on_sigterm
+        )
+        try:
+            await child.start()
+        except BaseException:
+            if child.has_started():  # this was cancelled meanwhile
+                self._children.append(child)
+                self._drop(child)
+            raise
+        if self._is_closed:
+            await run_in_thread(child.close, "aiorpc-reaper")
+            raise NotInWorld("this worker has left its world")
         self._children.append(child)
         self.last[child.name] = child
+        if self._command is not None:
+            child.send(self._command)
         return child
 
     def _supervise(self, child: ChildProcess, config: WorkerConfig) -> None:
@@ -210,7 +314,7 @@ class Supervisor:
     ) -> None:
         if failure is None or self._command == "cancel":
             return
-        if self._membership is None and child.has_entered:
+        if self._membership is None and child.entered_at is not None:
             self._early.append((child, config, failure))
             return
         if self.last.get(config.name, child) is not child:  # one that was frozen, say
@@ -224,43 +328,62 @@ class Supervisor:
             self._membership.lose(config.name, death)
         if child in self._stopping:
             return
-        if self._membership is not None and self.restarts and self._command is None:
-            error = self._restart(child, config, failure)
-            if error is None:
-                return
-            failure = error
-        elif death is not None:
-            log.warning("%s", death)
-        self._report(child, failure)
         self._release(child)
+        if child in self._replaced:
+            self._replaced.discard(child)
+            self._restart(config, failure, 0.0)
+        elif (pause := self._pause(child)) is not None:
+            self._restart(config, failure, pause)
+        else:
+            if death is not None:
+                log.warning("%s", death)
+            self._report(config.name, failure)
 
-    def _restart(
-        self, child: ChildProcess, config: WorkerConfig, failure: BaseException
-    ) -> BaseException | None:
-        """Start a child again; return the error if no process can be started."""
-        self.restarts -= 1
+    def _pause(self, child: ChildProcess) -> float | None:
+        """Return the seconds before a child is restarted, None if it is not."""
+        if self._membership is None or self._command is not None or self._is_stopping:
+            return None
+        return self._restarts.take(child.name, child.lived())
+
+    def _restart(self, config: WorkerConfig, failure: BaseException, pause: float) -> None:
         reason = _reason(config.name, failure)
         raised = failure if failure.__cause__ else None  # the traceback of the child
-        log.warning("worker %r is restarted: %s", config.name, reason, exc_info=raised)
-        self._release(child)
-        try:
-            self._start(config)
-        except Exception as exc:  # too many processes or open files
-            log.error("worker %r cannot be restarted: %r", config.name, exc)
-            exc.__cause__ = failure
-            return exc
-        return None
+        when = f" in {pause:g} s" if pause else ""
+        log.warning("worker %r is restarted%s: %s", config.name, when, reason, exc_info=raised)
+        task = asyncio.create_task(self._start_again(config, failure, pause))
+        self._restarting[config.name] = task
+        task.add_done_callback(partial(self._on_restarted, config.name))
 
-    def _report(self, child: ChildProcess, failure: BaseException) -> None:
+    async def _start_again(
+        self, config: WorkerConfig, failure: BaseException, pause: float | None
+    ) -> None:
+        while pause is not None:
+            await asyncio.sleep(pause)
+            try:
+                await self._start(config)
+            except Exception as exc:  # too many processes or open files
+                log.error("worker %r cannot be restarted: %r", config.name, exc)
+                exc.__cause__ = failure
+                failure, pause = exc, self._restarts.take(config.name, 0.0)
+            else:
+                return
+        self._report(config.name, failure)
+
+    def _on_restarted(self, name: str, task: "asyncio.Task[None]") -> None:
+        if self._restarting.get(name) is task:
+            del self._restarting[name]
+
+    def _report(self, name: str, failure: BaseException) -> None:
         """Report a failure after which a child is not restarted."""
-        name = child.name
         self.failures.append(failure)
         if self._membership is not None:
             error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
             error.__cause__ = failure
             self._membership.abandon(name, error)
         is_incomplete = self._membership is None  # and stays so
-        if self._interrupt is not None and (self._on_failure == "stop" or is_incomplete):
+        if self._interrupt is None or self._is_stopping:
+            return
+        if self._on_failure == "stop" or is_incomplete:
             self._interrupt(failure)
 
     def _send(self, command: ParentCommand) -> None:
@@ -269,6 +392,22 @@ class Supervisor:
             child.send(command)
 
     async def _close(self, timeout: float) -> None:
+        """Wait for the children's end, for `timeout` seconds; a cancellation ends them at once."""
+        await run_to_end(asyncio.create_task(self._end_children(timeout)), self._end_soon)
+
+    def _end_soon(self) -> None:
+        self._send("cancel")
+        asyncio.get_running_loop().call_later(CANCEL_TIMEOUT, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.kill()
+
+    async def _end_children(self, timeout: float) -> None:
+        if restarting := self._restarting.values():
+            for task in restarting:
+                task.cancel()
+            await asyncio.wait(restarting)
         if ends := [child.ended for child in self._children]:
             await asyncio.wait(ends, timeout=min(timeout, LOST_TIMEOUT))
         if ends := [child.ended for child in self._children if not self._is_lost(child)]:
@@ -277,6 +416,7 @@ class Supervisor:
             await asyncio.wait(late, timeout=FAILURE_TIMEOUT)
         for child in self._children:
             child.stop_watching()
+        self._is_closed = True
         await run_in_thread(self._reap, "aiorpc-reaper")
         # The last reference to a server ends it, and the membership refers to this object.
         self._children.clear()

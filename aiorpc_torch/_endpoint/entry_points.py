@@ -7,14 +7,16 @@ clients. Calls need the event loop, also those of a plain `def`. If a thread rea
 call would need two more changes of threads.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
+from .._aio.signals import force_exit
 from .._torch.agent import agent_name
 from .._torch.compat import WorkerInfo, on_group_change
 from .._torch.thread_state import pin_thread_state
@@ -23,6 +25,8 @@ from .._wire.handshake import VERSION, Party
 from .._wire.plain import dump, reader
 from ..errors import WorkerLeft
 from .name_table import NameTable
+
+log = logging.getLogger("aiorpc_torch")
 
 
 class Endpoint(Protocol):
@@ -172,6 +176,13 @@ def leave_message(data: bytes) -> "Future[Any]":
 def departure(data: bytes) -> "Future[Any]":
     """Note what a peer does; answer when those that it waits for have left."""
     return not_serving() if (node := here) is None else node.departure(data)
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def end_process(_: bytes) -> NoReturn:
+    """End this process, for what supervises it to start another one."""
+    log.warning("a peer has restarted this worker: its process ends")
+    force_exit(1)
 
 
 _epoch = 0  # how many times this process has attached

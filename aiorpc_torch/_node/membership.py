@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
+from .._endpoint import entry_points
 from .._peers.changes import Change, ChangeLog, Entry
 from .._peers.peers import (
     Duty,
@@ -32,7 +33,7 @@ from .._peers.peers import (
 from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.compat import RawFuture
-from .._torch.transport import classify_error, ping, when_done, wrap_future
+from .._torch.transport import classify_error, ping, send, when_done, wrap_future
 from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost
 
 if TYPE_CHECKING:
@@ -341,6 +342,15 @@ class Membership:
             is_exit = isinstance(error, WorkerLost) and self._is_exiting(peer.name)
             self.report(peer, Event.EXIT if is_exit else Event.LOSS, error)
 
+    def end_process(self, peer: Peer) -> None:
+        """Let a peer end its process, also if its event loop is blocked; it is lost then."""
+        try:
+            answer = send(peer.member.info, entry_points.end_process, b"")
+        except Exception as exc:
+            self.on_unreachable(peer, exc)
+        else:
+            when_done(answer, functools.partial(self._on_answer, peer))
+
     def _is_exiting(self, name: str) -> bool:
         child = self._children.get(name)
         return child is not None and child.is_exiting()
@@ -374,17 +384,19 @@ class Membership:
         while self.is_open and (peer := self._peers.peers.get(name)) and peer.is_probed:
             await self._changed.wait()
 
-    async def wait_until_alive(self, name: str) -> None:
+    async def wait_until_alive(self, name: str, former: int = -1) -> None:
         """Wait until a lost peer has rejoined; return at once if it is not lost. On any loop.
+
+        The process with the worker id `former` does not count.
 
         Raises:
             WorkerLost: if it will not rejoin.
             WorkerLeft: if it has left in order.
             NotInWorld: once this worker leaves its world.
         """
-        await await_on(self._loop, self._wait_until_alive(name))
+        await await_on(self._loop, self._wait_until_alive(name, former))
 
-    async def _wait_until_alive(self, name: str) -> None:
+    async def _wait_until_alive(self, name: str, former: int) -> None:
         while self.is_open:
             peer = self._peers.workers.get(name)
             if peer is None:
@@ -393,7 +405,8 @@ class Membership:
                 raise WorkerLeft(name)
             if peer.final is not None:
                 raise peer.final
-            if peer.state is State.ALIVE and not peer.is_probed:
+            is_alive = peer.state is State.ALIVE and not peer.is_probed
+            if is_alive and peer.worker_id != former:
                 return
             await self._changed.wait()
         raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")

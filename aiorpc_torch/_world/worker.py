@@ -26,7 +26,7 @@ from .._node.config import OnFailure, WorkerConfig, watchdog_seconds
 from .._node.membership import Children
 from .._node.node import Node, host_for
 from .._peers.changes import Change
-from .._peers.peers import Peers
+from .._peers.peers import Peer, Peers, State
 from .._port.dialer import Dialer
 from .._port.network import loopback_only, requested_interface
 from .._port.port import Port
@@ -166,6 +166,37 @@ class Worker:
         """
         assert self._leave is not None
         await await_on(self._node.loop, self._leave())
+
+    async def restart(self, name: str) -> None:
+        """End a peer's process whatever its state; return when a new one has entered as `name`.
+
+            except CallTimeout:  # the environment hangs
+                await me.restart("env0")
+
+        A child of this process is killed and started again, which does not count against
+        `max_restarts`. Any other peer is told to end its process, with exit code 1, which it does
+        also if its event loop is blocked. Whatever supervises that process must start it again. If
+        it is frozen, or C code there keeps the GIL, it is not told: its `watchdog=` ends it.
+
+        Calls that run there raise `WorkerLost`. Supervised objects are made again. (To let calls
+        end before, use `LocalWorker.stop` and `start`.) Bound the wait with `aiorpc.timeout`.
+
+        Raises:
+            UnknownWorker: if there is no such peer.
+            WorkerLost: if no process will take its place.
+            WorkerLeft: if it has left in order.
+            NotInWorld: once this worker leaves its world.
+        """
+        self._check_peer("name", name)
+        peer = self._node.members.peers[name]
+        await await_on(self._node.loop, self._restart(peer))
+
+    async def _restart(self, peer: Peer) -> None:
+        membership = self._node.membership
+        await membership.wait_until_probed(peer.name)
+        if peer.state is State.ALIVE:
+            membership.end_process(peer)
+        await membership.wait_until_alive(peer.name, peer.worker_id)
 
     def _check_peer(self, option: str, peer: str) -> None:
         if not isinstance(peer, str) or peer not in self._node.members.peers:

@@ -26,6 +26,7 @@ async def wait_for_ever() -> None:
 async def drain(me: Worker, folder: Path, has_endless_call: bool) -> list[object]:
     """Rank 1 leaves while rank 0 calls it; rank 2 is there to the end."""
     if me.name == "worker2":
+        await until((folder / "drained").exists)  # a worker that has left is not waited for
         await me.serve("worker0")
         return []
     if me.name == "worker1":
@@ -33,6 +34,7 @@ async def drain(me: Worker, folder: Path, has_endless_call: bool) -> list[object
         await asyncio.gather(me.leave(), me.leave())
         assert await call("worker2", abs, -1) == 1
         await me.leave()
+        (folder / "drained").touch()
         return []
     changes = me.changes()
     first = asyncio.ensure_future(anext(changes))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiorpc_torch import local_world
-from aiorpc_torch._children import child, forkserver
+from aiorpc_torch._children import child, forkserver, process_table
 from aiorpc_torch._torch import agent
 
 
@@ -46,7 +46,7 @@ def test_a_process_name_that_is_no_text() -> None:
     name.write_bytes("fünfzehn Zeiche".encode("latin-1"))
     try:
         assert forkserver.inherited_state()["umask"]
-        assert not child._is_exiting(os.getpid())
+        assert not process_table.is_exiting(os.getpid())
     finally:
         name.write_bytes(before)
 

@@ -13,6 +13,7 @@ from aiorpc_torch._children import supervisor as supervisor_module
 from aiorpc_torch._children.processes import ProcessOptions
 from aiorpc_torch._children.supervisor import Supervisor, _reason
 from aiorpc_torch._wire.exceptions import RemoteFailure
+from tests.support.two_ends import until
 
 SOON = 30.0
 
@@ -33,9 +34,8 @@ def test_the_reason_of_a_failure(failure: Exception, reason: str) -> None:
 class Process:
     """A process whose end the test decides, and the child's end of the pipe to its parent."""
 
-    pid = os.getpid()
-
     def __init__(self) -> None:
+        self.pid: int | None = None
         self.exitcode: int | None = None
         self.was_killed = False
 
@@ -44,6 +44,7 @@ class Process:
         return self
 
     def start(self) -> None:
+        self.pid = 1 << 30  # no process has it
         self._pipe = Connection(os.dup(self._inherited.fileno()))
 
     def enter(self) -> None:
@@ -82,7 +83,7 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
     )
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
-    supervisor._start(config)
+    await supervisor._start(config)
     me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
     supervisor.watch_children(me)
     await supervisor._close(0.0)
@@ -97,7 +98,7 @@ async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: b
     config: Any = SimpleNamespace(name="b")
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
-    supervisor._start(config)
+    await supervisor._start(config)
     failure: BaseException | None = None
     try:
         async with supervisor.raising_failures("continue"):
@@ -131,7 +132,7 @@ async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
     config: Any = SimpleNamespace(name="b")
     supervisor = Supervisor([config], None, (), 1, ProcessOptions())
     supervisor._make_process = lambda *of: next(made).made(*of)
-    supervisor._start(config)
+    await supervisor._start(config)
     async with supervisor.raising_failures("stop"):
         [first] = supervisor._children
         processes[0].enter()
@@ -139,8 +140,8 @@ async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
         await asyncio.wait((first.ended,))
         await asyncio.sleep(0)
         watch(supervisor)
+        await until(lambda: supervisor._children not in ([], [first]))
         [second] = supervisor._children
-        await asyncio.sleep(0)
     assert second is not first
     assert supervisor.failures == []
     supervisor._send("cancel")
@@ -153,7 +154,7 @@ async def test_a_child_that_dies_leaves_no_descriptor() -> None:
     config: Any = SimpleNamespace(name="b")
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
-    supervisor._start(config)
+    await supervisor._start(config)
     child = supervisor.last["b"]
     watch(supervisor)
     process.enter()
@@ -198,7 +199,7 @@ async def test_a_former_process_that_ends_late() -> None:
     supervisor = Supervisor([config, config], None, (), 0, ProcessOptions())
     supervisor._make_process = lambda *of: next(made).made(*of)
     for _ in processes:
-        supervisor._start(config)
+        await supervisor._start(config)
     told: list[str] = []
     membership: Any = SimpleNamespace(
         failure_of=lambda _: None,
