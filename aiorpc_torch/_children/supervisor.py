@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from .._aio.fork import check_not_forked
 from .._aio.interruption import Interrupt, interruptible
 from .._aio.threads import run_in_thread
 from .._node.config import OnFailure, WorkerConfig
@@ -64,6 +65,7 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
+        check_not_forked()
         try:
             if self.configs:
                 self._make_process = await self.processes.factory(self.configs[0].start_timeout)
