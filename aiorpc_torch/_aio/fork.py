@@ -218,7 +218,7 @@ def _take_life() -> None:
     fcntl.fcntl(_life, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):  # the worker lives
         if not os.read(_life, 1):
-            force_exit(1)
+            os._exit(1)
 
 
 def _close_all() -> None:
