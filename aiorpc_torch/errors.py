@@ -46,9 +46,9 @@ class CallTimeout(RpcError, TimeoutError):
 
 
 class NotInWorld(RpcError, RuntimeError):
-    """No world: this process is in none, or has left it.
+    """No world: this process is in none, has left it, or is a fork of a worker's process.
 
-    Enter `worker()`, `local_world()` or `attach()` first.
+    Enter `worker()`, `local_world()` or `attach()` first. A fork cannot: start a new interpreter.
 
     Attributes:
         may_have_run: True if the call was sent before this process left.

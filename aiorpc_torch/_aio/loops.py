@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from .fork import check_not_forked
+
 T = TypeVar("T")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -37,10 +39,15 @@ def run_on_loop(loop: asyncio.AbstractEventLoop, step: Callable[..., object], *a
 
 
 async def await_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return `await coroutine`, run on `loop`, whichever loop runs here."""
+    """Return `await coroutine`, run on `loop`, whichever loop runs here.
+
+    Raises:
+        NotInWorld: if this process is a fork of a worker's, where no loop of the worker runs.
+    """
     if asyncio.get_running_loop() is loop:
         return await coroutine
     try:
+        check_not_forked()
         running = asyncio.run_coroutine_threadsafe(coroutine, loop)
     except RuntimeError:  # that loop is closed
         coroutine.close()

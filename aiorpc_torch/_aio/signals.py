@@ -46,9 +46,37 @@ def _is_asyncios(handler: Any) -> bool:
     )
 
 
+_is_sigterm_ours = False
+_masks: dict[int, set[int]] = {}  # the signal masks of threads that fork
+
+
+def _before_fork() -> None:
+    # Until a fork has its own handler, this process would get the signal: they share a descriptor.
+    if _is_sigterm_ours:
+        _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    if (mask := _masks.pop(threading.get_ident(), None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    """Let SIGTERM end a fork of this process, whose event loop does not run."""
+    if _is_sigterm_ours:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
+
+
 @contextlib.contextmanager
 def _sigterm_cancels(on_stop: Callable[[], object]) -> Iterator[None]:
     """Let SIGTERM cancel the task in this block, which then raises `SystemExit(143)`."""
+    global _is_sigterm_ours
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     was_received = False
@@ -64,11 +92,13 @@ def _sigterm_cancels(on_stop: Callable[[], object]) -> Iterator[None]:
 
     if has_default:
         loop.add_signal_handler(signal.SIGTERM, terminate)
+        _is_sigterm_ours = True
     try:
         yield
     finally:
         if has_default:
             loop.remove_signal_handler(signal.SIGTERM)
+            _is_sigterm_ours = False
         if was_received:
             raise SystemExit(128 + signal.SIGTERM) from sys.exc_info()[1]
 

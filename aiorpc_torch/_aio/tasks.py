@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import anyio
 
+from . import fork
 from .slow_steps import note_slow_step
 
 R = TypeVar("R")
@@ -29,15 +30,23 @@ SLOW_STEP = 0.1  # seconds of one step, in which the event loop serves nothing e
 
 @types.coroutine
 def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
-    """Await `coroutine`; warn of steps that block the loop for over `SLOW_STEP`, once a minute."""
+    """Await `coroutine`; warn of steps that block the loop for over `SLOW_STEP`, once a minute.
+
+    A fork that a worker makes in a step ends with that step.
+    """
     step, value = coroutine.send, None
     while True:
-        start = perf_counter()
+        start, generation = perf_counter(), fork.generation
         try:
             waits_for = step(value)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
+        except BaseException as exc:
+            fork.end_fork_since(generation, exc)
+            raise
         finally:
+            if fork.generation != generation:
+                fork.end_fork_since(generation)
             if (seconds := perf_counter() - start) > SLOW_STEP:
                 note_slow_step(name, seconds, start + seconds)
         try:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from .fork import run_in_method
 from .loops import call_soon
 
 T = TypeVar("T")
@@ -194,7 +195,7 @@ def _outcome(function: Callable[[], T]) -> "concurrent.futures.Future[T]":
     """Return what `function` returns or raises."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     try:
-        outcome.set_result(function())
+        outcome.set_result(run_in_method(function))
     except BaseException as exc:
         outcome.set_exception(exc)
     return outcome

@@ -2,6 +2,8 @@
 
 import asyncio
 
+from .fork import check_not_forked
+
 
 class Wakeup:
     """A flag that one task waits for. Confined to one event loop."""
@@ -23,8 +25,13 @@ class Wakeup:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Wait until `set` is called, unless it was since the last wait."""
+        """Wait until `set` is called, unless it was since the last wait.
+
+        Raises:
+            NotInWorld: in a fork of a worker's process, where nothing arrives.
+        """
         if not self._is_set:
+            check_not_forked()
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

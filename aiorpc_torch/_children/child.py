@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
-from .._aio.fork import close_on_fork
+from .._aio.fork import close_on_fork, forks_exit_here
 from .._aio.loops import call_soon
 from .._aio.signals import end_process
 from .._aio.tasks import run_to_end
@@ -268,7 +268,8 @@ def child_main(
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
     code = 0
     try:
-        config.initialize()
+        with forks_exit_here():
+            config.initialize()
         with asyncio.Runner(loop_factory=config.loop_factory) as runner:
             runner.run(_run(pipe, config, main, args))
         # As at the end of any program: what was given to an executor is done. Not after a failure,

@@ -376,7 +376,7 @@ def current() -> ConnectionPool:
     """
     if (pool := find_current()) is None:
         node = entry_points.here
-        raise NotInWorld(entry_points.NO_WORLD if node is None else node.pool.refusal)
+        raise entry_points.not_in_world() if node is None else NotInWorld(node.pool.refusal)
     return pool
 
 

@@ -8,6 +8,7 @@ call would need two more changes of threads.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
+from .._aio.fork import begin_worker, end_worker, fork_text
 from .._aio.signals import force_exit
 from .._torch.agent import agent_name
 from .._torch.compat import WorkerInfo, on_group_change
@@ -23,7 +25,7 @@ from .._torch.thread_state import pin_thread_state
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import VERSION, Party
 from .._wire.plain import dump, reader
-from ..errors import WorkerLeft
+from ..errors import NotInWorld, WorkerLeft
 from .name_table import NameTable
 
 log = logging.getLogger("aiorpc_torch")
@@ -109,6 +111,7 @@ def enter(node: Node) -> None:
         if here is not None:
             raise RuntimeError(IN_A_WORLD)
         here = node
+    begin_worker(node.server.name)
 
 
 def leave(node: Node) -> None:
@@ -116,6 +119,21 @@ def leave(node: Node) -> None:
     global here
     if here is node:
         here = None
+        end_worker()
+
+
+def _leave_to_parent() -> None:
+    """Let a fork of this process be in no world: it has none of the node's threads."""
+    global here
+    here = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def not_in_world(text: str = NO_WORLD) -> NotInWorld:
+    """Return the error of a process that is in no world; a fork of a worker's says what it is."""
+    return NotInWorld(fork_text() or text)
 
 
 def current() -> Node | None:

@@ -13,7 +13,6 @@ from .._handles.mistakes import await_hint
 from .._torch.compat import RRefBase, make_rref
 from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
-from ..errors import NotInWorld
 from . import entry_points
 from .name_table import NameTable
 
@@ -42,7 +41,7 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     if (server := entry_points.serving()) is None:
-        raise NotInWorld(entry_points.NO_WORLD)
+        raise entry_points.not_in_world()
     rref: Any = of_handle(object)
     if is_of_this_process(rref) or isinstance(rref, Coroutine):
         hint = await_hint(rref)
@@ -104,7 +103,7 @@ async def take_state(name: str, worker: str, process: int, state: State) -> bool
 
 def _registry() -> Any:
     if (node := entry_points.current()) is None or node.registry.is_closed:
-        raise NotInWorld(entry_points.NOT_SERVING)
+        raise entry_points.not_in_world(entry_points.NOT_SERVING)
     return node.registry
 
 

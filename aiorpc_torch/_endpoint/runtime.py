@@ -18,7 +18,6 @@ from torch.futures import Future
 from .._aio.threads import run_in_thread
 from .._context.recording import current_record
 from .._torch.switches import has_switch
-from ..errors import NotInWorld
 from . import entry_points
 
 T = TypeVar("T")
@@ -29,7 +28,7 @@ def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any
     """Run a function on the worker's event loop; return the plain torch client's future."""
     endpoint = entry_points.serving()
     if endpoint is None:
-        raise NotInWorld(entry_points.NOT_SERVING)
+        raise entry_points.not_in_world(entry_points.NOT_SERVING)
     return endpoint.accept_torch(function, *args, **kwargs)
 
 

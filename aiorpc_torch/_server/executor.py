@@ -13,6 +13,7 @@ from typing import Any
 
 from .._aio.deadlines import set_deadline
 from .._aio.entry_queue import EntryQueue
+from .._aio.fork import run_in_method
 from .._aio.tasks import start_task, warn_if_blocking
 from .._aio.threads import DaemonThreadPool
 from .._context.recording import enter_record
@@ -176,7 +177,9 @@ class Executor:
 
     def _run_plain(self, call: ServerCall) -> None:
         try:
-            value = call.invoke() if call.recording is None else call.recording.run(call.invoke)
+            recording = call.recording
+            steps = (call.invoke,) if recording is None else (recording.run, call.invoke)
+            value = run_in_method(*steps)
         except BaseException as exc:  # SystemExit too goes to the caller
             call.fail(exc)
         else:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
+from .._aio.fork import run_in_method
 from .._aio.tasks import warn_if_blocking
 from .._aio.threads import memory_threads, run_in_thread
 from .._wire.buffers import COPY_ON_LOOP
@@ -157,7 +158,7 @@ def pump_in_thread(
     try:
         while not call.is_cancelled:
             try:
-                item = next(source)
+                item = run_in_method(next, source)
             except StopIteration:
                 call.succeed(None)
                 return

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch.distributed import rpc
 
+from .._aio.fork import check_not_forked, fork_text
 from .._aio.process_exit import abandon_threads, has_threads
 from .._aio.signals import force_exit
 from . import rrefs
@@ -36,6 +37,7 @@ from .compat import (
     init_autograd,
     init_rpc_count,
     init_rpc_states,
+    refuse_rpc,
     set_profiler_node,
     worker_names,
 )
@@ -297,6 +299,8 @@ def _forget() -> None:
     """Leave the agent to the process that started it: a fork has none of its threads."""
     global _needs_stop
     _needs_stop = False
+    if fork_text():
+        refuse_rpc(check_not_forked)
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -66,6 +66,7 @@ try:
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    _api._is_current_rpc_agent_set  # type: ignore[attr-defined]  # noqa: B018 - see `refuse_rpc`
     load_script: Callable[..., Any] = import_ir_module_from_buffer
     wrap_script: Callable[[Any], Any] = wrap_cpp_module
     _can_compile: Callable[[Any], bool] = _jit_internal.can_compile_class
@@ -84,6 +85,19 @@ except (ImportError, AttributeError) as exc:
 def init_rpc_count() -> int:
     """Return how many times this process has called `init_rpc`."""
     return int(_rpc._init_counter)
+
+
+def refuse_rpc(refuse: Callable[[], None]) -> None:
+    """Let the functions of torch's RPC, and methods of RRefs that send, call `refuse`: it raises.
+
+    For a fork, so without a lock of torch's: another thread of the parent may have held it.
+    """
+
+    def refuse_all(*_: Any, **__: Any) -> None:
+        refuse()
+
+    _api._is_current_rpc_agent_set = refuse_all  # type: ignore[attr-defined, assignment]
+    RRefBase.to_here = RRefBase._get_type = refuse_all  # type: ignore[assignment, method-assign]
 
 
 def worker_names() -> set[str]:

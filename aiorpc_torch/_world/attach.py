@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from .._aio.fork import forks_exit_here
+from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.tasks import run_to_end
 from .._aio.watchdog import watchdog as ending_if_blocked
 from .._batching.queue import close_queues
@@ -94,6 +94,7 @@ async def attach(
         watchdog=watchdog_seconds(watchdog),
         exports=None if exports is None else checked_exports(exports),
     )
+    check_not_forked()
     if entry_points.current() is not None:
         raise RuntimeError(entry_points.IN_A_WORLD)
     if not is_running():

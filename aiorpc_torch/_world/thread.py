@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
 from .._aio.deadlines import LATER, seconds_left, timeout
-from .._aio.fork import forks_exit_here
+from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.loops import call_soon, new_event_loop
 from ..errors import NotInWorld
 from .worker import Worker
@@ -147,6 +147,7 @@ class _Waits:
 
     def future(self) -> "concurrent.futures.Future[Any]":
         """Return a future that the loop's thread completes, at the latest when the loop is over."""
+        check_not_forked()
         if asyncio._get_running_loop() is self.loop:
             raise RuntimeError(
                 "run() and iterate() would block their own event loop: use `await` there"

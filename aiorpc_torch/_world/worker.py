@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from .._aio.fork import forks_exit_here
+from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.interruption import interruptible
 from .._aio.loops import await_on
 from .._aio.signals import graceful_signals
@@ -348,6 +348,7 @@ async def run_worker(
     config: WorkerConfig, children: Children | None = None
 ) -> AsyncIterator[Worker]:
     """Be the worker of `config` during the block; `children` are as for `Membership`."""
+    check_not_forked()
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
     meeting = Meeting(config.init_method, config.interface)
