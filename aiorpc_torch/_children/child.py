@@ -32,6 +32,7 @@ from .._wire.exceptions import RemoteFailure
 from .._world.worker import run_worker
 from ..errors import WorkerLost
 from .child_logs import ChildOutput, Outputs, use_outputs
+from .forkserver import UNKNOWN_CODE
 from .process_table import is_exiting, kill_descendants, kill_tree
 from .processes import STOP_SIGNALS, ProcessFactory, stop_signals_blocked
 
@@ -169,7 +170,8 @@ class ChildProcess:
         self.ended.get_loop().remove_reader(self._pipe.fileno())
 
     def _exit_failure(self, code: int | None) -> BaseException | None:
-        if code == 0 and self._has_left:  # else code of a library has ended the process
+        # Without its message, code of a library has ended the process.
+        if self._has_left and code in (0, UNKNOWN_CODE):
             return None
         lost = WorkerLost(self.name, self._reason or describe_exit(code))
         if self._output is not None and (note := self._output.note()):

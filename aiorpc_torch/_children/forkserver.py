@@ -36,7 +36,7 @@ from .forkserver_main import (
     InheritedDescriptor,
     main,
 )
-from .process_table import exit_code_of_zombie
+from .process_table import exit_code_of_zombie, is_alive
 
 # Beginnings of variables that torch and the libraries below it read while they are loaded. Children
 # get all variables as they are when the child starts; for these that would be too late.
@@ -49,6 +49,7 @@ READ_AT_IMPORT = (
 ANSWER_TIMEOUT = 5.0  # seconds for it to fork a child; the thread that starts the child waits
 END_TIMEOUT = 1.0  # seconds for its own end, which ends the processes that are left
 REPORT_INTERVAL = 0.05  # seconds between looks for a process that has ended, if it is frozen
+UNKNOWN_CODE = 255  # of a process that has ended after its server, as multiprocessing's
 
 
 class ServerDied(RuntimeError):
@@ -239,6 +240,7 @@ class _Launched(popen_fork.Popen):
 
     def _launch(self, process: ForkedProcess) -> None:
         self._poll_lock = threading.Lock()  # the code comes once, to one of several threads
+        self._is_reported = True  # until the server has died
         self._server: ForkServer = process.__dict__.pop("server")  # it reports the exit code
         self._inherited: list[int] = []
         with contextlib.ExitStack() as stack:
@@ -298,19 +300,20 @@ class _Launched(popen_fork.Popen):
         if flag != os.WNOHANG:
             return self.wait()
         with self._poll_lock:
-            if self.returncode is None and wait([self._status], 0):
-                code = self._receive()
-                # As `multiprocessing` if it is unknown.
-                self.returncode = 255 if code is None else code
-            elif self.returncode is None:  # a server that is frozen does not report it
+            if self.returncode is None and self._is_reported and wait([self._status], 0):
+                self.returncode = self._receive()
+                self._is_reported = self.returncode is not None
+            if self.returncode is None:  # the server has died, or is frozen
                 self.returncode = exit_code_of_zombie(self.pid)
+            if self.returncode is None and not (self._is_reported or is_alive(self.pid)):
+                self.returncode = UNKNOWN_CODE
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the exit code, for at most `timeout` seconds; return it, None if none came."""
         limit = math.inf if timeout is None else time.monotonic() + timeout
         while self.poll() is None and (left := limit - time.monotonic()) > 0:
-            wait([self._status], min(left, REPORT_INTERVAL))
+            wait([self._status] if self._is_reported else [], min(left, REPORT_INTERVAL))
         return self.returncode
 
     def _send_signal(self, sig: int) -> None:

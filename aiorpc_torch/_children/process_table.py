@@ -19,6 +19,11 @@ def is_exiting(pid: int | None) -> bool:
     return not fields or bool(int(fields[6]) & _PF_EXITING)  # without any it has been reaped
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists, perhaps as a zombie."""
+    return bool(_fields(pid))
+
+
 def exit_code_of_zombie(pid: int) -> int | None:
     """Return the exit code of a process that has ended and is not reaped; else None."""
     fields = _fields(pid)

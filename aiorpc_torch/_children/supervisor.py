@@ -289,9 +289,14 @@ class Supervisor:
         if self.processes.logs is not None and self._logs is None:
             self._logs = LogReader()
         output = None if self._logs is None else self._logs.open(config.name)
-        child = ChildProcess(
-            self._make_process, config, self.main, self.args, output, self._on_sigterm
-        )
+        try:
+            child = ChildProcess(
+                self._make_process, config, self.main, self.args, output, self._on_sigterm
+            )
+        except OSError:  # too many open files
+            if output is not None:
+                output.started()
+            raise
         try:
             await child.start()
         except BaseException:
