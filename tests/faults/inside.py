@@ -36,6 +36,7 @@ from aiorpc_torch._turns import turns as exclusive
 from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch.observe import stats
+from aiorpc_torch.types import LocalWorker
 
 from .loop import SteppingLoop
 from .socket_work import SocketWork
@@ -466,3 +467,12 @@ _POOLS = (threads.DaemonThreadPool, threads.ThreadCache)
 
 def _nothing() -> None:
     pass
+
+
+# ── children ────────────────────────────────────────────────────────────────────────────────────
+
+
+def child_pid(me: LocalWorker, name: str) -> int | None:
+    """Return the pid of a child that runs."""
+    child = me._supervisor.last.get(name)
+    return None if child is None or child.ended.done() else child._process.pid
