@@ -6,6 +6,7 @@ the package is imported. (tests/unit/aio/test_interpreter.py)
 
 import asyncio
 import atexit
+import contextlib
 import copyreg
 import ctypes
 import operator
@@ -27,6 +28,8 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (asyncio.Task, "_log_destroy_pending"),
     (asyncio.tasks, "_unregister_task"),
     (atexit, "_run_exitfuncs"),
+    (contextlib, "_AsyncGeneratorContextManager"),
+    (contextlib, "_GeneratorContextManager"),
     (sys, "_current_frames"),
     (sys, "_getframe"),
     (threading, "_shutdown"),

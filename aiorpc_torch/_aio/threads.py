@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .fork import run_in_method
 from .loops import call_soon
@@ -23,6 +23,8 @@ from .loops import call_soon
 T = TypeVar("T")
 
 Task = Callable[[], None]
+Inbox = queue.SimpleQueue[Any]
+"""The queue of one thread of a pool: steps, and None for its end."""
 
 STALL = 0.001  # seconds that a task waits for the busy threads before the pool adds a thread
 
@@ -32,6 +34,7 @@ class DaemonThreadPool:
 
     One thread runs task after task, which costs no switch between threads. A second one watches:
     it adds a thread for tasks that wait for over `STALL`, or one for each if no task has started.
+    The thread that was idle last is woken first: each thread that allocates keeps some memory.
     """
 
     def __init__(self, size: int, initializer: Task) -> None:
@@ -39,9 +42,8 @@ class DaemonThreadPool:
         self._initializer = initializer  # runs once in each thread
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
-        self._steps: queue.SimpleQueue[Task | None] = queue.SimpleQueue()  # None ends a thread
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._threads: dict[threading.Thread, Inbox] = {}
+        self._idle: list[Inbox] = []  # of the threads that wait for a step
         self._busy = 0
         self._is_watched = self._is_closed = False
         self._last_start = 0.0
@@ -71,8 +73,9 @@ class DaemonThreadPool:
         with self._lock:
             self._is_closed = True
             self._size = 0  # no thread starts from now on
-            for _ in self._threads:
-                self._steps.put(None)
+            self._idle.clear()
+            for inbox in self._threads.values():
+                inbox.put(None)
         join_all(self._threads, timeout)
         with self._lock:
             self._run_rest()  # all threads are stuck
@@ -85,13 +88,14 @@ class DaemonThreadPool:
             run = functools.partial(_run_in_turn, tasks, self._initializer)
             threading.Thread(target=run, name="aiorpc-def-late", daemon=True).start()
 
-    def _wake(self, step: Task) -> bool:
+    def _wake(self, step: Callable[[Inbox], None]) -> bool:
         """Let an idle or a new thread run `step`, if the pool may. Called with the lock held."""
         if self._idle:
-            self._idle -= 1
+            inbox = self._idle.pop()
         elif len(self._threads) < self._size:
+            inbox = queue.SimpleQueue()
             name = f"aiorpc-def-{len(self._threads)}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread = threading.Thread(target=self._run, args=(inbox,), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the system has no more: the other threads run the tasks
@@ -99,19 +103,19 @@ class DaemonThreadPool:
                     return False
                 self._tasks.clear()
                 raise
-            self._threads.append(thread)
+            self._threads[thread] = inbox
         else:
             return False
         self._busy += step == self._run_tasks
-        self._steps.put(step)
+        inbox.put(step)
         return True
 
-    def _run(self) -> None:
+    def _run(self, inbox: Inbox) -> None:
         self._initializer()
-        while (step := self._steps.get()) is not None:
-            step()
+        while (step := inbox.get()) is not None:
+            step(inbox)
 
-    def _run_tasks(self) -> None:
+    def _run_tasks(self, inbox: Inbox) -> None:
         while True:
             try:
                 task = self._tasks.popleft()
@@ -120,13 +124,13 @@ class DaemonThreadPool:
                     if self._tasks:
                         continue
                     self._busy -= 1
-                    self._idle += 1
+                    self._idle.append(inbox)
                     return
             self._last_start = time.monotonic()
             task()
             del task  # an idle thread must not keep its last arguments alive
 
-    def _watch(self) -> None:
+    def _watch(self, inbox: Inbox) -> None:
         """Add threads while tasks wait too long, then run tasks."""
         while True:
             seen = self._last_start
@@ -138,7 +142,7 @@ class DaemonThreadPool:
                     self._is_watched = False  # no task waits, or this is the last thread
                     self._busy += 1
                     break
-        self._run_tasks()
+        self._run_tasks(inbox)
 
 
 def _run_in_turn(tasks: deque[Task], initializer: Task) -> None:

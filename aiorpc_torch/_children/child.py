@@ -249,7 +249,8 @@ os.register_at_fork(after_in_child=_running.clear)  # a fork that ends must not 
 def _kill_all() -> None:
     # Runs before multiprocessing's own exit function, which waits for children. Children of a world
     # that was never left wait for this process. (tests/integration/test_signals.py)
-    for child in _running:
+    for child in [*_running]:  # an event loop of another thread may run on
+        child._is_watched = False
         child.kill()
 
 

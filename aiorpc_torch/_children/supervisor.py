@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .._aio.fork import check_not_forked
 from .._aio.interruption import Interrupt, interruptible
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
@@ -84,7 +83,6 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
-        check_not_forked()
         try:
             for config in self.configs:
                 await self._start(config)

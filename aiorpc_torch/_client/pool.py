@@ -211,8 +211,8 @@ class ConnectionPool:
 
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
-        by_peer = self._connections_of(asyncio.get_running_loop())
-        return {each.peer.name for each in _all(by_peer) if each.is_open}
+        running = asyncio.get_running_loop()
+        return {e.peer.name for loop, e in self._connections() if loop is running and e.is_open}
 
     def linked(self) -> set[str]:
         """Return the peers to which any event loop has an open connection."""

@@ -62,12 +62,15 @@ class Endpoint(Protocol):
 
 
 NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
-IN_A_WORLD = "this process is attached or in a world already: leave that first"
+IN_A_WORLD = "this process is attached or in a world already"
 NOT_SERVING = "no worker serves in this process: enter worker(), local_world() or attach() first"
 
 
 class Node(Protocol):
     """All that this process has as a worker of its world. For any thread."""
+
+    manager: Any
+    """The context manager of its world, None in `run_local`."""
 
     @property
     def server(self) -> Endpoint:
@@ -109,7 +112,7 @@ def enter(node: Node) -> None:
     global here
     with _lock:
         if here is not None:
-            raise RuntimeError(IN_A_WORLD)
+            raise RuntimeError(f"{IN_A_WORLD}: {how_to_leave()}")
         here = node
     begin_worker(node.server.name)
 
@@ -134,6 +137,23 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 def not_in_world(text: str = NO_WORLD) -> NotInWorld:
     """Return the error of a process that is in no world; a fork of a worker's says what it is."""
     return NotInWorld(fork_text() or text)
+
+
+def keep(manager: object) -> None:
+    """Let the node refer to the context manager of its world."""
+    if here is not None:
+        here.manager = manager
+
+
+def how_to_leave() -> str:
+    """Return what a process must do to leave its world, for an error."""
+    if here is None:
+        return "call rpc.shutdown() first"
+    if here.manager is None:  # in `run_local`
+        return "leave it first"
+    is_async = hasattr(here.manager, "__aexit__")
+    leave = "await me.world.__aexit__" if is_async else "me.world.__exit__"
+    return f"leave it first (in a notebook: `{leave}(None, None, None)`)"
 
 
 def current() -> Node | None:

@@ -76,6 +76,7 @@ class Node:
         """Whether this worker's exit does not wait for its peers, which go on."""
         self.registry = Registry(members, self.server.names, self.membership.wait_until_alive)
         self.loop = asyncio.get_running_loop()
+        self.manager: Any = None
         self._held: list[Callable[[], None]] | None = []  # until `start`
 
     def start(

@@ -6,7 +6,6 @@ tell each other of the workers that enter and leave (`_endpoint.entry_points`).
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -33,6 +32,7 @@ from .._server.exports import Export, checked_exports
 from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_running
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotInWorld
+from .managers import world_manager
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
@@ -45,7 +45,7 @@ TELL_TIMEOUT = 0.5  # for peers to learn that this worker leaves
 CANCEL_TIMEOUT = 0.5  # for cancelled calls to end
 
 
-@contextlib.asynccontextmanager
+@world_manager
 async def attach(
     *,
     threads: int = 16,
@@ -96,7 +96,7 @@ async def attach(
     )
     check_not_forked()
     if entry_points.current() is not None:
-        raise RuntimeError(entry_points.IN_A_WORLD)
+        raise RuntimeError(f"{entry_points.IN_A_WORLD}: {entry_points.how_to_leave()}")
     if not is_running():
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
     host = _host(interface)

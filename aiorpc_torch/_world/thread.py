@@ -13,6 +13,7 @@ from .._aio.deadlines import LATER, seconds_left, timeout
 from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.loops import call_soon, new_event_loop
 from ..errors import NotInWorld
+from .managers import thread_manager
 from .worker import Worker
 
 T = TypeVar("T")
@@ -286,7 +287,7 @@ async def _next_items(iterator: Any, seconds: float | None) -> Step:
     return items, False, None
 
 
-@contextlib.contextmanager
+@thread_manager
 def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]]:
     """Enter a world on an event loop in a daemon thread: for synchronous code and notebooks.
 

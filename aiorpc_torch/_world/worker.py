@@ -38,6 +38,7 @@ from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
 from .directory_client import DirectoryClient
 from .launch import is_single_host, meeting_url, port_settings, rank_and_size
+from .managers import world_manager
 from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
@@ -83,6 +84,16 @@ class Worker:
     def world_size(self) -> int:
         """Number of workers that are in the world, this one included."""
         return 1 + len(self.peers)
+
+    @property
+    def world(self) -> Any:
+        """The context manager of this world, which ends it: a notebook may have no name for it.
+
+            await me.world.__aexit__(None, None, None)  # with `in_thread`: me.world.__exit__(...)
+
+        In `run_local` it is None.
+        """
+        return self._node.manager
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
@@ -207,7 +218,7 @@ class Worker:
             )
 
 
-@contextlib.asynccontextmanager
+@world_manager
 async def worker(
     name: str | None = None,
     *,
@@ -343,14 +354,22 @@ def _interface(given: str | None, is_single_host: bool) -> str | None:
     return loopback_only() if found is None and is_single_host else found
 
 
+def check_is_free() -> None:
+    """Raise RuntimeError if this process is in a world, one of `init_rpc` too, or is a fork."""
+    check_not_forked()
+    if is_running():
+        raise RuntimeError(
+            f"this process is in a world already: {entry_points.how_to_leave()}. "
+            "torch allows one at a time"
+        )
+
+
 @contextlib.asynccontextmanager
 async def run_worker(
     config: WorkerConfig, children: Children | None = None
 ) -> AsyncIterator[Worker]:
     """Be the worker of `config` during the block; `children` are as for `Membership`."""
-    check_not_forked()
-    if is_running():
-        raise RuntimeError("this process is in a world already; torch allows one at a time")
+    check_is_free()
     meeting = Meeting(config.init_method, config.interface)
     async with _one_port(config, meeting) as one_port:
         async with _entered(config, children, meeting, one_port) as me:

@@ -39,6 +39,37 @@ for cell in notebook.cells:
 """
 
 
+CELLS = """
+import nbclient, nbformat
+from nbformat.v4 import new_code_cell, new_notebook
+cells = [
+    "import aiorpc_torch as aiorpc",
+    "me = await aiorpc.local_world(0).__aenter__()",
+    "print(await aiorpc.call(me.name, abs, -1))",
+    "await me.world.__aexit__(None, None, None)",
+]
+order = [0, 1, 1, 2, 3, 1, 2]
+notebook = new_notebook(cells=[new_code_cell(cells[each]) for each in order])
+nbclient.NotebookClient(notebook, timeout=None, allow_errors=True).execute()
+for cell in notebook.cells:
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            print(output.text, end="")
+        elif output.output_type == "error":
+            print(output.ename, output.evalue)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.promise("worlds.open")
+def test_a_cell_that_opens_a_world_runs_twice() -> None:
+    """The world of the first time lives; the error says how to leave it. The kernel ends in it."""
+    refused, *printed = run_line([sys.executable, "-c", CELLS], PATIENCE).splitlines()
+    assert refused.startswith("RuntimeError this process is in a world already: leave it first")
+    assert "`await me.world.__aexit__(None, None, None)`" in refused
+    assert printed == ["1", "1"]
+
+
 @pytest.mark.slow
 def test_the_notebook_runs() -> None:
     """A fresh kernel runs all cells; nothing is printed but these lines."""

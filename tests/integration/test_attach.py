@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import re
 import threading
 import time
@@ -593,6 +594,28 @@ def refusals() -> list[str]:
     except aiorpc.NotInWorld as exc:
         found.append(f"{type(exc).__name__}: {exc}")
     return found
+
+
+def attach_without_a_name() -> list[object]:
+    async def main() -> list[object]:
+        me = await aiorpc.attach().__aenter__()
+        gc.collect()
+        await asyncio.sleep(0)
+        found: list[object] = [await call("t0", double, 2.0)]
+        await me.world.__aexit__(None, None, None)
+        try:
+            await call("t0", double, 2.0)
+        except aiorpc.NotInWorld:
+            return [*found, "left"]
+        return found
+
+    return asyncio.run(main())
+
+
+@pytest.mark.promise("worlds.open")
+def test_an_attached_worker_without_a_name(players: Players) -> None:
+    """It is attached until it is left."""
+    assert players["t0"].run(attach_without_a_name) == [4.0, "left"]
 
 
 def test_refusals(players: Players) -> None:

@@ -148,6 +148,32 @@ def test_a_program_without_a_file_and_without_cloudpickle() -> None:
     )
 
 
+OPEN = """
+import asyncio, sys
+import aiorpc_torch as aiorpc
+
+async def main():
+    me = await aiorpc.local_world(["far"]).__aenter__()
+    print(await aiorpc.call("far", abs, -1))
+
+if sys.argv[1] == "a thread":
+    me = aiorpc.in_thread(aiorpc.local_world(["far"])).__enter__()
+    print(me.run(aiorpc.call("far", abs, -1)))
+elif sys.argv[1] == "asyncio.run":
+    asyncio.run(main())
+else:
+    asyncio.new_event_loop().run_until_complete(main())
+"""
+
+
+@pytest.mark.promise("worlds.open")
+@pytest.mark.parametrize("way", ["asyncio.run", "a loop that is not closed", "a thread"])
+def test_a_program_that_leaves_its_world_open(way: str) -> None:
+    """It ends as any other: nothing is printed, and no process stays."""
+    done = run("-c", OPEN, way)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
 EXPORTS = """
 async def refuse():
     try:

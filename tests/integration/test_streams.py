@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotInWorld, WorkerLost, call, remote
+from aiorpc_torch import NotInWorld, WorkerLeft, call, remote
 from aiorpc_torch.testing import world
 from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
@@ -60,5 +60,5 @@ async def test_streams_from_another_process() -> None:
 
         left = asyncio.create_task(iterate(remote(rref).follow()))
         await remote(rref).followed()
-    with pytest.raises((NotInWorld, WorkerLost)):
+    with pytest.raises((NotInWorld, WorkerLeft)):  # the two leave together
         await left

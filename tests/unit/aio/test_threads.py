@@ -185,6 +185,23 @@ def test_quick_tasks_use_few_threads(pool: GatedPool) -> None:
     assert threading.active_count() - before < 16
 
 
+@of(8)
+def test_calls_one_after_another_run_in_one_thread(pool: GatedPool) -> None:
+    """The thread that was idle last takes the next task, however many others are idle."""
+    pool.threads.submit([pool.blocked(number) for number in range(8)])
+    take(pool.started, 8)
+    pool.gate.set()
+    take(pool.ended, 8)
+
+    def thread_of_a_task() -> int:
+        while pool.threads._busy:
+            time.sleep(0.001)
+        pool.threads.submit((lambda: pool.ended.put(threading.get_ident()),))
+        return pool.ended.get(timeout=SOON)
+
+    assert len({thread_of_a_task() for _ in range(20)}) == 1
+
+
 @of(2)
 def test_an_idle_thread_keeps_nothing_alive(pool: GatedPool) -> None:
     """What a task held is freed when it has ended."""
