@@ -25,7 +25,7 @@ from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
 from .._world.managers import world_manager
-from .._world.worker import Worker, check_is_free, run_worker
+from .._world.worker import Worker, run_worker
 from ..errors import NotInWorld
 from .processes import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
@@ -202,7 +202,6 @@ async def local_world(
     supervisor = Supervisor(
         configs[1:], None, (), max_restarts, ProcessOptions(start, preload, logs)
     )
-    check_is_free()  # before children start
     with graceful_signals(handle_signals, supervisor.begin_to_stop):
         async with supervisor.running(), contextlib.AsyncExitStack() as stack:
             async with supervisor.raising_failures("stop"):

@@ -14,7 +14,7 @@ from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._node.config import OnFailure, WorkerConfig
 from .._node.membership import Membership
-from .._world.worker import Worker
+from .._world.worker import Worker, check_is_free
 from ..errors import NotInWorld, WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
 from .child_logs import LogReader
@@ -83,6 +83,7 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
+        check_is_free()
         try:
             for config in self.configs:
                 await self._start(config)

@@ -1,6 +1,7 @@
 """A child is started, stopped, restarted or left, and a fault comes before one callback of that."""
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -43,6 +44,7 @@ class Run:
         self._name, self._begin = STEPS[step]
         self._fault = fault
         self._left = at  # callbacks until the fault
+        self._task: asyncio.Task[Any] | None = None
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def run(self) -> None:
@@ -110,6 +112,7 @@ class Run:
 
     def _end_step(self) -> None:
         self._loop.before_callback = _nothing
+        self._task = None  # a traceback refers to what its frames hold
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
     # ── what has to hold ────────────────────────────────────────────────────────────────────────
@@ -130,7 +133,7 @@ class Run:
         if await call("b", abs, -1) != 1:
             self.findings.append("the other child does not serve")
         end = real_monotonic() + BOUND / 2
-        while (problem := await self._serve_again()) and real_monotonic() < end:
+        while (problem := await self._serve_again()) and real_monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         if problem:
             self.findings.append(f"the name does not serve again: {problem}")
@@ -150,6 +153,7 @@ class Run:
 
 
 def _descriptors() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
