@@ -86,6 +86,7 @@ class ChildProcess:
         self._on_sigterm = on_sigterm
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
+        self._code: int | None = None  # the last one that was seen
         self._reason = ""  # why this process has killed it
         self._is_watched = True
         # This end stays open until `close`: its end would mean this process's death to the child.
@@ -158,8 +159,8 @@ class ChildProcess:
         # The kernel closes a process's files just before the process can be reaped.
         if not self._is_watched:
             return
-        is_awaited = polls > 0 or is_exiting(self._process.pid)
-        if (code := self._process.exitcode) is None and is_awaited:
+        is_awaited = polls > 0 or self.is_exiting()
+        if (code := self._exit_code()) is None and is_awaited:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
         else:
             self.ended.set_result(self._failure or self._exit_failure(code))
@@ -180,9 +181,10 @@ class ChildProcess:
 
     def is_exiting(self) -> bool:
         """Return whether the process has ended or ends now. In any thread."""
-        with contextlib.suppress(ValueError):  # it is closed: its world has ended
+        try:
             return is_exiting(self._process.pid)
-        return False
+        except ValueError:  # it is closed
+            return self._code is not None
 
     async def wait_for_exit(self) -> None:
         """Wait for the exit code of a process that ends now."""
@@ -191,32 +193,35 @@ class ChildProcess:
 
     def exit_reason(self) -> str:
         """Return the text for the exit code, "" if there is none yet."""
-        with contextlib.suppress(ValueError):
-            if (code := self._process.exitcode) is not None:
-                return self._reason or describe_exit(code)
-        return ""
+        code = self._exit_code()
+        return "" if code is None else self._reason or describe_exit(code)
+
+    def _exit_code(self) -> int | None:
+        with contextlib.suppress(ValueError):  # it is closed
+            self._code = self._process.exitcode
+        return self._code
 
     def release(self) -> bool:
         """Free what belongs to the process if it has ended; return whether it has."""
-        if self._process.exitcode is None:
+        if self._exit_code() is None:
             return False
         _running.discard(self)
         if not self.ended.done():  # else the loop would watch the next file with its number
             self.stop_watching()
-        self._pipe.close()  # the process's own descriptors are closed with its object
+        self._pipe.close()
+        self._process.close()
         return True
 
     def kill(self, reason: str = "") -> None:
         """Kill the process with its descendants, if it has not ended."""
-        with contextlib.suppress(ValueError):  # it is closed
-            if self._process.exitcode is None and self._process.pid is not None:
-                self._reason = reason
-                kill_tree(self._process.pid)
-                self._process.kill()
+        if self._exit_code() is None and (pid := self._process.pid) is not None:
+            self._reason = reason
+            kill_tree(pid)
+            self._process.kill()
 
     def close(self) -> None:
         """Kill the process if it has not ended, and free what belongs to it."""
-        if self._process.exitcode is None:
+        if self._exit_code() is None:
             self.kill()
             self._process.join(EXIT_CODE_TIMEOUT)
         _running.discard(self)
