@@ -261,6 +261,9 @@ class Meeting:
         except NoStoreError as exc:
             client.close()
             raise NoDirectoryError.of(exc.first) from exc
+        except TimeoutError:
+            self._client = client  # which goes on to wait
+            raise
         except OSError:
             client.close()
             raise

@@ -10,7 +10,7 @@ import struct
 _VALIDATE, _COMPARE_SET = 0, 2
 _MAGIC = 0x3C85F7CE
 _LENGTH = struct.Struct("=Q")
-_MAX_VALUE = 1 << 16  # bytes
+_MAX = 1 << 16  # bytes of a value
 _PREFIX = "/"  # torch's, of all keys
 _ABSENT = b"\0"  # a value that nothing writes
 
@@ -29,38 +29,43 @@ class StoreClient:
     def __init__(self, connected: socket.socket) -> None:
         self._connected = connected
         self._preface = struct.pack("=BI", _VALIDATE, _MAGIC)
+        self._has_asked = False
+        self._received = b""
 
     def read(self, key: str) -> bytes | None:
         """Return the value of a key, None if there is none.
+
+        After a `TimeoutError` it may be called again, and goes on to wait: a store may look up the
+        names of its clients first, which takes long where no name server answers.
 
         Raises:
             NoStoreError: if another program answers.
             OSError: if the connection ends, or nothing answers in time.
         """
-        # `get` would wait for the key, in the server too.
-        fields = ((_PREFIX + key).encode(), _ABSENT, _ABSENT)
-        request = b"".join(_LENGTH.pack(len(each)) + each for each in fields)
-        self._connected.sendall(self._preface + bytes([_COMPARE_SET]) + request)
-        self._preface = b""
-        first = _receive(self._connected, _LENGTH.size)
-        [length] = _LENGTH.unpack(first.ljust(_LENGTH.size, b"\xff"))
-        if length > _MAX_VALUE:
-            raise NoStoreError(first)
-        value = _receive(self._connected, length)
-        if len(value) < length:
+        if not self._has_asked:
+            # `get` would wait for the key, in the server too.
+            fields = ((_PREFIX + key).encode(), _ABSENT, _ABSENT)
+            request = b"".join(_LENGTH.pack(len(each)) + each for each in fields)
+            self._connected.sendall(self._preface + bytes([_COMPARE_SET]) + request)
+            self._preface, self._has_asked = b"", True
+        size = _LENGTH.size
+        if not self._receive(size) or (length := _LENGTH.unpack(self._received[:size])[0]) > _MAX:
+            raise NoStoreError(self._received)
+        if not self._receive(size + length):
             raise ConnectionResetError("the connection has ended")
+        value, self._received, self._has_asked = self._received[size:], b"", False
         return None if value == _ABSENT else value
+
+    def _receive(self, size: int) -> bool:
+        """Wait for so many bytes; return False if the connection ends after some."""
+        while (missing := size - len(self._received)) > 0:
+            if not (more := self._connected.recv(missing)):
+                if not self._received:
+                    raise ConnectionResetError("the connection has ended")
+                return False
+            self._received += more
+        return True
 
     def close(self) -> None:
         """Close the connection."""
         self._connected.close()
-
-
-def _receive(connected: socket.socket, size: int) -> bytes:
-    """Return so many bytes, or fewer if the connection ends after some."""
-    found = b""
-    while len(found) < size and (more := connected.recv(size - len(found))):
-        found += more
-    if not found and size:
-        raise ConnectionResetError("the connection has ended")
-    return found

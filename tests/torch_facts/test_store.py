@@ -67,9 +67,18 @@ def test_the_connection_ends(sent: bytes) -> None:
             StoreClient(ours).read("key")
 
 
-def test_nothing_answers() -> None:
+def test_an_answer_that_is_late() -> None:
     """As a frozen process, for which the system accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = silent.getsockname()
-        with socket.create_connection(address, 0.1) as ours, pytest.raises(TimeoutError):
-            StoreClient(ours).read("key")
+        with socket.create_connection(address, 0.1) as ours:
+            client = StoreClient(ours)
+            with pytest.raises(TimeoutError):
+                client.read("key")
+            thawed, _ = silent.accept()
+            with thawed:
+                thawed.sendall(bytes([1, 0, 0, 0]))
+                with pytest.raises(TimeoutError):
+                    client.read("key")
+                thawed.sendall(bytes([0, 0, 0, 0]) + b"x")
+                assert client.read("key") == b"x"
