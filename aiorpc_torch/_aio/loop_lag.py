@@ -71,11 +71,12 @@ def stack_of_thread(thread: int) -> ThreadStack | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    frames = [*_outwards(frame)]
+    frames = [*outwards(frame)]
     return ThreadStack(_running_function(frames), [*map(_describe, frames[:MOST_FRAMES])])
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that have called it, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -85,11 +86,12 @@ def _running_function(frames: Sequence[FrameType]) -> str:
     for frame in frames:
         if frame.f_code is warn_if_blocking.__code__:  # a coroutine of ours: it has a name
             return str(frame.f_locals.get("name", "?"))
-    own = (each for each in frames if _is_of_user(each.f_code.co_filename))
+    own = (each for each in frames if is_of_user(each.f_code.co_filename))
     return next(own, frames[0]).f_code.co_qualname
 
 
-def _is_of_user(file: str) -> bool:
+def is_of_user(file: str) -> bool:
+    """Return whether a file is neither of this library nor of Python."""
     return file.startswith(_INSTALLED) or not file.startswith(_FOREIGN)
 
 

@@ -28,6 +28,15 @@ LINGER = 0.5  # seconds for the last messages to be sent
 class NoDirectoryError(ValueError):
     """Another program listens, or another version of this library."""
 
+    @classmethod
+    def of(cls, first: bytes) -> "NoDirectoryError":
+        """Return the error for the first bytes of what listens, which are no greeting of ours."""
+        if first.startswith(_TLS_ALERT):
+            return cls("it uses TLS, and this worker has no tls=: give it all or none")
+        if first.startswith(_NAME):
+            return cls("it runs another version of aiorpc_torch")
+        return cls("it is no program of aiorpc_torch")
+
 
 def greeting(world: str = ANY_WORLD) -> bytes:
     """Return the first bytes of either end: `world` is that of the directory, or the one wanted."""
@@ -74,12 +83,10 @@ class Stream(Generic[M]):
             EOFError, OSError: if the connection ends.
         """
         # No more than is wrong: another program may have sent less, and wait for an answer.
-        if (first := await self._reader.readexactly(1)) == _TLS_ALERT:
-            raise NoDirectoryError("it uses TLS, and this worker has no tls=: give it all or none")
-        if first != _NAME[:1] or await self._reader.readexactly(len(_NAME) - 1) != _NAME[1:]:
-            raise NoDirectoryError("it is no program of aiorpc_torch")
-        if await self._reader.readexactly(1) != _PROTOCOL:
-            raise NoDirectoryError("it runs another version of aiorpc_torch")
+        if (first := await self._reader.readexactly(1)) == _NAME[:1]:
+            first += await self._reader.readexactly(len(_NAME) - 1)
+        if first != _NAME or await self._reader.readexactly(1) != _PROTOCOL:
+            raise NoDirectoryError.of(first)
         return (await self._reader.readexactly(len(ANY_WORLD))).decode("ascii", "replace")
 
     async def receive(self) -> M:

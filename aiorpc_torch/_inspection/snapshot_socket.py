@@ -1,8 +1,8 @@
 """The socket of a worker at which `python -m aiorpc_torch top` takes snapshots of it.
 
 A daemon thread waits in `accept`. It answers while the event loop is blocked. Until a viewer
-connects, and 10 s after the last one, nothing is measured and nothing runs. Abstract sockets are
-those of one network namespace: a viewer in a container sees that container's workers.
+connects, and 10 s after the last one, it only looks every 2.5 s whether the loop stands. Abstract
+sockets are those of one network namespace: a viewer in a container sees that container's workers.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 from .._aio.fork import close_on_fork
 from .._aio.loop_lag import LoopLag
+from .._aio.stalls import LOOK_INTERVAL, StallWatch
 from .._aio.unix_sockets import is_same_user, listen_unix
 from .._node.node import Node
 from .._server.timings import timings
@@ -72,12 +74,15 @@ class Watched:
 
     def __init__(self, node: Node, world: str) -> None:
         self._lag = LoopLag(asyncio.get_running_loop())
-        self._take = functools.partial(snapshot.take, node, world, self._lag, threading.get_ident())
+        thread = threading.get_ident()
+        self._take = functools.partial(snapshot.take, node, world, self._lag, thread)
+        self._stalls = StallWatch(self._lag, thread, node.members.name)
         self._watched_until = 0.0
         self._is_closed = False
         name = f"{PREFIX}{secrets.token_hex(8)}-{node.members.name[:NAME_LENGTH]}"
         self._socket = listen_unix(name)
         self._socket.setblocking(True)
+        self._wait_for(LOOK_INTERVAL)
         close_on_fork(self._socket)
         self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
         try:
@@ -101,7 +106,7 @@ class Watched:
             while not self._is_closed:
                 try:
                     viewer, _ = self._socket.accept()
-                except TimeoutError:
+                except BlockingIOError:  # none for so long
                     self._measure()
                 except OSError:  # it is closed, or there are no descriptors
                     if not self._is_closed:
@@ -123,12 +128,19 @@ class Watched:
         viewer.sendall(_encoded(functools.partial(self._take, detail=b"detail" in request)))
 
     def _measure(self) -> None:
-        """Look at the event loop, or stop to measure if no viewer has asked for a while."""
-        is_watched = time.monotonic() < self._watched_until and not self._is_closed
+        """Look at the event loop, rarely if no viewer has asked for a while."""
+        now = time.monotonic()
+        self._stalls.look(now)
+        is_watched = now < self._watched_until and not self._is_closed
         timings.is_on = is_watched
-        self._socket.settimeout(PROBE_INTERVAL if is_watched else None)
+        self._wait_for(PROBE_INTERVAL if is_watched else LOOK_INTERVAL)
         if is_watched:
             self._lag.probe()
+
+    def _wait_for(self, seconds: float) -> None:
+        """Let `accept` wait so long. With a timeout of Python's, `close` would not wake it."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _encoded(take: Callable[[], Any]) -> bytes:

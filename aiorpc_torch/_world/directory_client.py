@@ -175,8 +175,14 @@ class DirectoryClient:
     async def _through_port(self, connected: socket.socket) -> socket.socket:
         if self._port is None or not self._is_through_port(connected):
             return connected
-        async with asyncio.timeout(GREETING_TIMEOUT):  # a host that is frozen accepts connections
-            return await self._port.secure(connected, DIRECTORY, f"rank 0 at {self._meeting}")
+        try:
+            async with asyncio.timeout(GREETING_TIMEOUT):  # a frozen host accepts connections
+                return await self._port.secure(connected, DIRECTORY, f"rank 0 at {self._meeting}")
+        except OSError as exc:
+            is_direct = self._port.tls is not None and not self._meeting.is_at_port
+            if is_direct and not isinstance(exc, TlsError):
+                await run_in_thread(self._meeting.refuse_store, "aiorpc-join")
+            raise
 
     async def _in_thread(self, step: Callable[[], _Sockets]) -> _Sockets:
         self._attempt = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
@@ -186,8 +192,12 @@ class DirectoryClient:
 
     async def _dial(self, first: wire.Register | wire.Resume, world: str = "") -> Stream[ToWorker]:
         """Connect to the directory of rank 0, in that world or the one that is found."""
-        found, [connected] = await self._in_thread(self._meeting.connect)
-        return await self._greet(world or found, await self._through_port(connected), first)
+        try:
+            found, [connected] = await self._in_thread(self._meeting.connect)
+            connected = await self._through_port(connected)
+        except NoDirectoryError as exc:
+            raise self._refusal(exc, world) from exc
+        return await self._greet(world or found, connected, first)
 
     def _first_message(self) -> wire.Register:
         self._key = secrets.token_hex(16)  # a new one: another program may listen there
@@ -213,10 +223,13 @@ class DirectoryClient:
         except BaseException as exc:
             await stream.close()
             if isinstance(exc, NoDirectoryError):
-                text = f"what listens at {self._meeting} is not a world for this worker: {exc}"
-                raise (OSError if world else ValueError)(text) from exc  # OSError: of a run before
+                raise self._refusal(exc, world) from exc
             raise
         return stream
+
+    def _refusal(self, exc: NoDirectoryError, world: str) -> Exception:
+        text = f"what listens at {self._meeting} is not a world for this worker: {exc}"
+        return (OSError if world else ValueError)(text)  # OSError: the address is of a run before
 
     async def _pause(self, exc: Exception) -> None:
         """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
@@ -443,9 +456,9 @@ class DirectoryClient:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
+        self._meeting.withdraw()
         if self._server is not None:
             server, self._server = self._server, None
-            self._meeting.withdraw()
             if self._port is not None:
                 self._port.end_directory()
             await run_in_thread(server.close, "aiorpc-stop")

@@ -28,6 +28,7 @@ OUTPUT = {
         "processes: 4",
         "rollouts: 100",
     ],
+    "torchrun_ddp": ["learner 0 has learned: True", "learner 1 has learned: True"],
     "torchrun_server_client": [
         "client1: 'never', three times or more: True",
         "client2: 'never', three times or more: True",
@@ -60,6 +61,11 @@ def test_a_minimal_example(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == OUTPUT[name]
+
+
+def test_the_guide_shows_its_program() -> None:
+    body = (ROOT / "examples" / "minimal" / "torchrun_ddp.py").read_text().partition('"""\n\n')[2]
+    assert f"```python\n# ddp.py\n{body}```" in (ROOT / "docs" / "guides" / "ddp.md").read_text()
 
 
 def test_each_is_short_and_tried() -> None:

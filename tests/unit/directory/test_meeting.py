@@ -72,8 +72,10 @@ def test_an_address_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"another process listens at 127.0.0.1:{port}"):
             Meeting(f"tcp://127.0.0.1:{port}").listen()
-    _, listening = Meeting(f"tcp://127.0.0.1:{port}").listen()
+    free = Meeting(f"tcp://127.0.0.1:{port}", "lo")
+    _, listening = free.listen()
     close(listening)
+    free.withdraw()
 
 
 def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,3 +152,23 @@ def test_channels_that_torch_knows(monkeypatch: pytest.MonkeyPatch, cuda: str | 
     of_cuda = [] if cuda is None else ["cuda_ipc", "cuda_basic"]
     assert sorted(channels_at_port(None)) == sorted(["basic", "cma", *of_cuda])
     assert channels_at_port(["basic", "cuda_gdr"]) == ["basic"]
+
+
+@pytest.mark.promise("security.tls")
+async def test_rank_0_has_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with one is told at once; so is one that finds a process group at the address."""
+    monkeypatch.setattr(meeting_module, "_BIND_TIMEOUT", 0.1)
+    monkeypatch.setattr(directory_client, "GREETING_TIMEOUT", 0.5)
+    tls, where = Authority(tmp_path).tls(), f"tcp://127.0.0.1:{free_port()}"
+    async with client(0, where, None, has_port=False) as (first, _):
+        starting = asyncio.create_task(first.register())
+        while first._stream is None:  # noqa: ASYNC110 - it listens
+            await asyncio.sleep(0)
+        async with client(1, where, tls, seconds=3) as (second, _):
+            with pytest.raises(ValueError, match="it does not use TLS, and this worker has tls="):
+                await second.register()
+        starting.cancel()
+        await asyncio.wait((starting,))
+        async with client(0, where, tls) as (late, _):  # the address is taken
+            with pytest.raises(OSError, match="with tls= give the group another"):
+                await late.register()

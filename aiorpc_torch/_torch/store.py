@@ -1,0 +1,71 @@
+"""A key of torch's TCPStore, read within a time limit.
+
+torch's own client waits without a limit for a server that accepts connections and does not answer.
+If a connection ends, it prints C++ frames. (2.13 to 2.15; tests/torch_facts/test_store.py)
+"""
+
+import socket
+import struct
+
+_VALIDATE, _COMPARE_SET = 0, 2
+_MAGIC = 0x3C85F7CE
+_LENGTH = struct.Struct("=Q")
+_MAX = 1 << 16  # bytes of a value
+_PREFIX = "/"  # torch's, of all keys
+_ABSENT = b"\0"  # a value that nothing writes
+
+
+class NoStoreError(ValueError):
+    """What has answered is no store: `first` are its first bytes."""
+
+    def __init__(self, first: bytes) -> None:
+        super().__init__(f"no store of torch: {first!r}")
+        self.first = first
+
+
+class StoreClient:
+    """A client of the store at the other end of a connection, which has a timeout."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connected = connected
+        self._preface = struct.pack("=BI", _VALIDATE, _MAGIC)
+        self._has_asked = False
+        self._received = b""
+
+    def read(self, key: str) -> bytes | None:
+        """Return the value of a key, None if there is none.
+
+        After a `TimeoutError` it may be called again, and goes on to wait: a store may look up the
+        names of its clients first, which takes long where no name server answers.
+
+        Raises:
+            NoStoreError: if another program answers.
+            OSError: if the connection ends, or nothing answers in time.
+        """
+        if not self._has_asked:
+            # `get` would wait for the key, in the server too.
+            fields = ((_PREFIX + key).encode(), _ABSENT, _ABSENT)
+            request = b"".join(_LENGTH.pack(len(each)) + each for each in fields)
+            self._connected.sendall(self._preface + bytes([_COMPARE_SET]) + request)
+            self._preface, self._has_asked = b"", True
+        size = _LENGTH.size
+        if not self._receive(size) or (length := _LENGTH.unpack(self._received[:size])[0]) > _MAX:
+            raise NoStoreError(self._received)
+        if not self._receive(size + length):
+            raise ConnectionResetError("the connection has ended")
+        value, self._received, self._has_asked = self._received[size:], b"", False
+        return None if value == _ABSENT else value
+
+    def _receive(self, size: int) -> bool:
+        """Wait for so many bytes; return False if the connection ends after some."""
+        while (missing := size - len(self._received)) > 0:
+            if not (more := self._connected.recv(missing)):
+                if not self._received:
+                    raise ConnectionResetError("the connection has ended")
+                return False
+            self._received += more
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connected.close()

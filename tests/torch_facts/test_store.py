@@ -1,0 +1,84 @@
+"""torch's TCPStore: who shares its server, and how a key is read from it."""
+
+import socket
+
+import pytest
+from torch.distributed import TCPStore
+
+from aiorpc_torch._torch.store import NoStoreError, StoreClient
+
+
+def server(use_libuv: bool = True) -> TCPStore:
+    # torch's own socket is an IPv6 one, of which it looks up the names of its clients.
+    bare = socket.create_server(("127.0.0.1", 0))
+    port, fd = bare.getsockname()[1], bare.detach()
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=fd,
+        use_libuv=use_libuv,
+    )
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_key_is_read(use_libuv: bool) -> None:
+    """By the protocol of torch's client, from either of its servers."""
+    store = server(use_libuv)
+    with socket.create_connection(("127.0.0.1", store.port), 30) as connected:
+        client = StoreClient(connected)
+        for expected in (None, b"here"):
+            assert client.read("aiorpc") == expected
+            store.set("aiorpc", "here")
+
+
+def test_a_server_is_shared_in_its_process() -> None:
+    """By the number of its port, as long as one store is left."""
+    store = server()
+    other = TCPStore("127.0.0.1", store.port, None, True, multi_tenant=True, wait_for_workers=False)
+    other.set("key", "value")
+    del store
+    with socket.create_connection(("127.0.0.1", other.port), 30) as connected:
+        assert StoreClient(connected).read("key") == b"value"
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03"])
+def test_another_program_answers(answer: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(answer)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(NoStoreError) as raised:
+            StoreClient(ours).read("key")
+    assert answer.startswith(raised.value.first)
+
+
+@pytest.mark.parametrize("sent", [b"", bytes([3, 0, 0, 0, 0, 0, 0, 0, 1])])
+def test_the_connection_ends(sent: bytes) -> None:
+    """Before the answer, or in it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionResetError):
+            StoreClient(ours).read("key")
+
+
+def test_an_answer_that_is_late() -> None:
+    """As a frozen process, for which the system accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = silent.getsockname()
+        with socket.create_connection(address, 0.1) as ours:
+            client = StoreClient(ours)
+            with pytest.raises(TimeoutError):
+                client.read("key")
+            thawed, _ = silent.accept()
+            with thawed:
+                thawed.sendall(bytes([1, 0, 0, 0]))
+                with pytest.raises(TimeoutError):
+                    client.read("key")
+                thawed.sendall(bytes([0, 0, 0, 0]) + b"x")
+                assert client.read("key") == b"x"
