@@ -1,9 +1,9 @@
 """A child process that is a worker: its start, the pipe to it, and its end.
 
-The pipe carries the parent's commands to the child. To the parent it carries that the child has
-entered its world, that it got a SIGTERM, that it has left in order, and its failure. A closed pipe
-means death, in both directions: the kernel closes it however a process ends. (The signal of
-`PR_SET_PDEATHSIG` is sent when the *thread* that started the child ends.)
+The pipe carries the parent's commands to the child. The child tells that it has entered its world,
+that it got a SIGTERM, that it has left in order, or its failure. A closed pipe means death, in both
+directions: the kernel closes it however a process ends. (The signal of `PR_SET_PDEATHSIG` is sent
+when the *thread* that started the child ends.)
 """
 
 import asyncio

@@ -48,6 +48,7 @@ READ_AT_IMPORT = (
 
 ANSWER_TIMEOUT = 5.0  # seconds for it to fork a child; the thread that starts the child waits
 END_TIMEOUT = 1.0  # seconds for its own end, which ends the processes that are left
+REPORT_TIMEOUT = 0.5  # seconds for its report of the end of a process
 REPORT_INTERVAL = 0.05  # seconds between looks for a process that has ended, if it is frozen
 UNKNOWN_CODE = 255  # of a process that has ended after its server, as multiprocessing's
 
@@ -241,6 +242,7 @@ class _Launched(popen_fork.Popen):
     def _launch(self, process: ForkedProcess) -> None:
         self._poll_lock = threading.Lock()  # the code comes once, to one of several threads
         self._is_reported = True  # until the server has died
+        self._ended_at = 0.0  # when the process was first seen to have ended
         self._server: ForkServer = process.__dict__.pop("server")  # it reports the exit code
         self._inherited: list[int] = []
         with contextlib.ExitStack() as stack:
@@ -303,11 +305,17 @@ class _Launched(popen_fork.Popen):
             if self.returncode is None and self._is_reported and wait([self._status], 0):
                 self.returncode = self._receive()
                 self._is_reported = self.returncode is not None
-            if self.returncode is None:  # the server has died, or is frozen
-                self.returncode = exit_code_of_zombie(self.pid)
-            if self.returncode is None and not (self._is_reported or is_alive(self.pid)):
-                self.returncode = UNKNOWN_CODE
+            if self.returncode is None:
+                self.returncode = self._unreported_code()
             return self.returncode
+
+    def _unreported_code(self) -> int | None:
+        """Return the exit code of a process whose server has died, or is frozen."""
+        if (code := exit_code_of_zombie(self.pid)) is not None:
+            now = time.monotonic()
+            self._ended_at = self._ended_at or now
+            return code if now > self._ended_at + REPORT_TIMEOUT else None
+        return None if self._is_reported or is_alive(self.pid) else UNKNOWN_CODE
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the exit code, for at most `timeout` seconds; return it, None if none came."""

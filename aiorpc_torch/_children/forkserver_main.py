@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from multiprocessing import resource_tracker, spawn
 from typing import Any, NoReturn
 
@@ -167,13 +167,12 @@ class _Server:
         for pid in [*self._children]:
             if (found := os.waitpid(pid, os.WNOHANG)) != (0, 0):
                 with self._children.pop(pid) as status:
-                    self._end_orphans()
+                    self._end_orphans(self._own | self._children.keys())
                     _tell(status, os.waitstatus_to_exitcode(found[1]))
 
-    def _end_orphans(self) -> None:
+    def _end_orphans(self, spared: Set[int]) -> None:
         """Kill the processes that children which have ended have left, and wait for their end."""
         limit = time.monotonic() + ORPHANS_TIMEOUT
-        spared = self._own | self._children.keys()
         while (orphans := {*children_of(os.getpid())} - spared) and time.monotonic() < limit:
             kill_descendants(os.getpid(), spared)
             for pid in orphans:
@@ -217,8 +216,7 @@ class _Server:
     def _end(self) -> NoReturn:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
-        self._children.clear()
-        self._end_orphans()
+        self._end_orphans(self._own)
         os._exit(0)
 
 

@@ -16,7 +16,7 @@ _ABSENT = b"\0"  # a value that nothing writes
 
 
 class NoStoreError(ValueError):
-    """What has answered is no store: `first` are its first bytes."""
+    """Another program than a store has answered: `first` are its first bytes."""
 
     def __init__(self, first: bytes) -> None:
         super().__init__(f"no store of torch: {first!r}")

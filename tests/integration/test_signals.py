@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C, sent to programs as terminals, supervisors and schedulers send them."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -142,6 +143,104 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, how: str) -> None:
         assert all_gone(found)
     assert parent.returncode == 130
     assert "terminate" not in errors
+
+
+CLEANING = """
+    from aiorpc_torch import call
+
+    async def main():
+        print("begin", flush=True)
+        async with aiorpc.local_world(["a", "b"], max_restarts=9) as me:
+            pids = [await call(each, os.getpid) for each in "ab"]
+            print("pids", *pids, flush=True)
+            try:
+                while True:
+                    await asyncio.sleep(0.01)
+                    if sys.argv[1] == "restarts":
+                        await me.restart("a")
+                    if sys.argv[1] == "starts":
+                        await me.start("c")
+                        await me.stop("c")
+            finally:
+                await asyncio.sleep(0.7)  # longer than the parent gives a child that got SIGTERM
+                print("cleaned", await call("b", os.getpid) == pids[1], flush=True)
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+def session_of(parent: "subprocess.Popen[str]") -> set[int]:
+    """Return the processes of a program that run; it was started in a session of its own."""
+    found = set()
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(each.pid) == parent.pid and each.status() != psutil.STATUS_ZOMBIE:
+                found.add(each.pid)
+    return found
+
+
+def none_left(parent: "subprocess.Popen[str]") -> bool:
+    end = time.monotonic() + 2.0 + SLACK
+    while session_of(parent) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not session_of(parent)
+
+
+@pytest.mark.promise("worlds.stop_in_order")
+@pytest.mark.parametrize("what", ["waits", pytest.param("restarts", marks=pytest.mark.slow)])
+def test_sigterm_to_a_group_twice(tmp_path: Path, what: str) -> None:
+    """The parent's `finally` calls its children, none of which is restarted."""
+    with started(program(tmp_path, CLEANING), what) as parent:
+        assert parent.stdout is not None
+        while not parent.stdout.readline().startswith("pids"):
+            pass
+        os.killpg(parent.pid, signal.SIGTERM)
+        time.sleep(0.1)
+        os.killpg(parent.pid, signal.SIGTERM)
+        said, errors = parent.communicate(timeout=500)
+        assert none_left(parent)
+    assert (parent.returncode, said) == (143, "cleaned True\n"), errors
+    assert "killed by SIGTERM" not in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.promise("worlds.stop_in_order")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("what", ["waits", "restarts", "starts"])
+@pytest.mark.parametrize("whom", ["all", "parent"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_at_any_moment(
+    tmp_path: Path, number: signal.Signals, whom: str, what: str
+) -> None:
+    """Of the start, of the run and of restarts: the program ends, and leaves no process."""
+    path = program(tmp_path, CLEANING)
+    for moment in range(3):
+        with started(path, what) as parent:
+            assert parent.stdout is not None
+            line = parent.stdout.readline()
+            if moment:
+                line = parent.stdout.readline()
+            time.sleep((0.3, 0.0, 0.2)[moment])
+            (os.killpg if whom == "all" else os.kill)(parent.pid, number)
+            said, errors = parent.communicate(timeout=100)
+            assert none_left(parent)
+        assert parent.returncode in (-number, 128 + number), errors
+        if number != signal.SIGKILL and line.startswith("pids"):
+            assert said == "cleaned True\n", errors
+
+
+@pytest.mark.promise("worlds.stop_in_order")
+async def test_sigterm_to_one_child() -> None:
+    """Its parent got none, so the child ends, and is restarted."""
+    async with aiorpc.local_world(["a"], max_restarts=1) as me:
+        pid = await aiorpc.call("a", os.getpid)
+        os.kill(pid, signal.SIGTERM)
+        with pytest.raises(aiorpc.WorkerLost, match="its process was killed by SIGTERM"):
+            await aiorpc.call("a", asyncio.sleep, 600)
+        await me.wait_for("a")
+        assert await aiorpc.call("a", os.getpid) != pid
 
 
 @pytest.mark.promise("worlds.handlers")

@@ -33,6 +33,7 @@ def test_a_key_is_read(use_libuv: bool) -> None:
         for expected in (None, b"here"):
             assert client.read("aiorpc") == expected
             store.set("aiorpc", "here")
+            store.get("aiorpc")  # `set` does not wait
 
 
 def test_a_server_is_shared_in_its_process() -> None:
@@ -40,6 +41,7 @@ def test_a_server_is_shared_in_its_process() -> None:
     store = server()
     other = TCPStore("127.0.0.1", store.port, None, True, multi_tenant=True, wait_for_workers=False)
     other.set("key", "value")
+    other.get("key")  # `set` does not wait
     del store
     with socket.create_connection(("127.0.0.1", other.port), 30) as connected:
         assert StoreClient(connected).read("key") == b"value"

@@ -1,0 +1,37 @@
+"""Each fault at the steps of a child's life: all of it ends, and the world goes on."""
+
+import pytest
+
+from .children import FAULTS, STEPS, Run
+
+QUICK = ("cancel", "kill")
+STRIDE, QUICK_STRIDE = 6, 20  # callbacks between two of the steps that are tried
+
+
+def _cases() -> list[object]:
+    return [
+        pytest.param(step, fault, stride, marks=marks, id=f"{step}-{fault}-{stride}")
+        for step in STEPS
+        for fault in FAULTS
+        for stride, marks in ((QUICK_STRIDE, ()), (STRIDE, pytest.mark.slow))
+        if fault in QUICK or stride == STRIDE
+    ]
+
+
+@pytest.mark.worlds
+@pytest.mark.promise("joining.faults")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("step", "fault", "stride"), _cases())
+def test_a_fault_at_a_step_of_a_child(step: str, fault: str, stride: int) -> None:
+    """The step ends, the others serve, the name serves again, and nothing outlives the world."""
+    found = {}
+    at, is_hit = 0, True
+    while is_hit:
+        run = Run(step, fault, at)
+        run.run()
+        is_hit = run.is_hit
+        if run.findings:
+            found[at] = run.findings
+        # A frozen server is waited for some seconds each time.
+        at += stride * (5 if fault == "the server is frozen" else 1)
+    assert not found

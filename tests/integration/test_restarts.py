@@ -1,0 +1,162 @@
+"""Children that are restarted: on demand, after failures in a row, and without a fork server."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import NotInWorld, UnknownWorker, WorkerLost, call, remote
+from aiorpc_torch.testing import world
+from aiorpc_torch.types import Worker
+from tests.integration.test_ends_of_children import SOON, hang, pid
+from tests.support.fork_servers import server
+from tests.support.two_ends import until
+
+
+class Env:
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.mark.promise("rejoin.on_demand")
+@pytest.mark.parametrize("how", ["it serves", "frozen", "its loop is blocked", "it keeps the GIL"])
+async def test_a_child_is_restarted_on_demand(how: str, tmp_path: Path) -> None:
+    """Whatever its state; that does not count, and its supervised object is made again."""
+    async with asyncio.timeout(SOON), world(["a", "b"], max_restarts=1) as me:
+        env = await aiorpc.supervised("a", Env)
+        before = await call("a", pid)
+        hanging = None if how == "it serves" else await hang("a", how, tmp_path / "begun")
+        for _ in range(2):
+            await me.restart("a")
+        if hanging is not None:
+            with pytest.raises(WorkerLost, match=r"ended by restart\(\); .* may have run"):
+                await hanging
+        assert await remote(env).pid() == await call("a", pid) != before
+        os.kill(await call("a", pid), signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            await call("a", asyncio.sleep, 600)
+        await me.wait_for("a")
+        assert await call("b", abs, -1) == 1
+
+
+@pytest.mark.promise("rejoin.on_demand")
+async def test_a_child_that_is_not_restarted_any_more() -> None:
+    """`restart` starts one all the same; a name that is no peer's is refused."""
+    async with asyncio.timeout(SOON), world(["a"], max_restarts=0) as me:
+        os.kill(await call("a", pid), signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="it is not restarted"):
+            await me.wait_for("a")
+        await me.restart("a")
+        assert await call("a", abs, -1) == 1
+        with pytest.raises(UnknownWorker, match="name must be one of a"):
+            await me.restart("main")
+    with pytest.raises(NotInWorld):
+        await me.restart("a")
+
+
+async def restart_another(me: Worker, folder: Path) -> int:
+    """Rank 1 restarts rank 2, whose event loop is blocked."""
+    if me.name == "worker2" and not me.restarts:
+        (folder / "blocked").touch()
+        time.sleep(600)  # noqa: ASYNC251
+    if me.name == "worker1":
+        await until((folder / "blocked").exists)
+        await me.restart("worker2")
+        with pytest.raises(WorkerLost):  # no restart is left
+            await me.restart("worker2")
+        (folder / "done").touch()
+    if me.name == "worker2":
+        await until((folder / "done").exists)
+    return me.restarts
+
+
+@pytest.mark.promise("rejoin.on_demand")
+def test_a_worker_restarts_the_child_of_another_process(tmp_path: Path) -> None:
+    """It is told to end, also if its loop is blocked, and its parent starts it again."""
+    with pytest.raises(WorkerLost, match="its process ended with exit code 1"):
+        aiorpc.run_local(
+            restart_another, 3, args=(tmp_path,), max_restarts=1, on_failure="continue"
+        )
+    assert (tmp_path / "done").exists()
+
+
+# ── failures in a row ───────────────────────────────────────────────────────────────────────────
+
+
+def fail_while_it_exists(name: str) -> None:
+    """Initialize a child, and note its start."""
+    with open(os.environ["STARTS"], "a") as starts:
+        starts.write(name)
+    if os.path.exists(os.environ["FAILS"]):
+        raise ValueError("odd")
+
+
+@pytest.mark.promise("rejoin.pauses")
+async def test_a_child_that_fails_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its restarts pause; `stop`, `start` and `restart` do not wait for the pause."""
+    starts, fails = tmp_path / "starts", tmp_path / "fails"
+    monkeypatch.setenv("STARTS", str(starts))
+    monkeypatch.setenv("FAILS", str(fails))
+    options = {"max_restarts": 100, "initializer": fail_while_it_exists, "logs": None}
+    async with asyncio.timeout(SOON), world(["a"], **options) as me:  # type: ignore[arg-type]
+
+        async def fail() -> None:
+            starts.write_text("")
+            fails.touch()
+            os.kill(await call("a", pid), signal.SIGKILL)
+            await until(lambda: len(starts.read_text()) >= 2)
+            fails.unlink()
+
+        begin = time.monotonic()
+        await fail()
+        await me.wait_for("a")
+        # Pauses of 0, 0.1, 0.2, 0.4, ... seconds.
+        assert len(starts.read_text()) < 10 * (1 + time.monotonic() - begin)
+        for step in (me.restart, me.start):
+            await fail()
+            await step("a")
+            assert await call("a", abs, -1) == 1
+        await fail()
+        await me.stop("a")
+        with pytest.raises(WorkerLost):
+            await me.wait_for("a")
+
+
+# ── a fork server that is frozen ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.promise("rejoin.frozen_server")
+async def test_children_whose_server_is_frozen() -> None:
+    """They end, are restarted, and others start, while the event loop of their parent is free."""
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - begin)
+
+    async with asyncio.timeout(10 * SOON), world(["a"], max_restarts=1) as me:
+        watching = asyncio.create_task(watch())
+        server().suspend()
+        os.kill(await call("a", pid), signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="its process was killed by SIGKILL"):
+            await call("a", asyncio.sleep, 600)
+        await me.wait_for("a")
+        server().suspend()
+        await me.start("c")
+        server().suspend()
+        await me.stop("c")
+        assert await call("a", abs, -1) == 1
+        watching.cancel()
+    assert longest < 2.0
+    sys.stderr.flush()
