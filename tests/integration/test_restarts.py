@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +22,12 @@ class Env:
         return os.getpid()
 
 
+async def kill() -> None:
+    os.kill(await call("a", pid), signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="its process was killed by SIGKILL"):
+        await call("a", asyncio.sleep, 600)
+
+
 @pytest.mark.promise("rejoin.on_demand")
 @pytest.mark.parametrize("how", ["it serves", "frozen", "its loop is blocked", "it keeps the GIL"])
 async def test_a_child_is_restarted_on_demand(how: str, tmp_path: Path) -> None:
@@ -37,9 +42,7 @@ async def test_a_child_is_restarted_on_demand(how: str, tmp_path: Path) -> None:
             with pytest.raises(WorkerLost, match=r"ended by restart\(\); .* may have run"):
                 await hanging
         assert await remote(env).pid() == await call("a", pid) != before
-        os.kill(await call("a", pid), signal.SIGKILL)
-        with pytest.raises(WorkerLost):
-            await call("a", asyncio.sleep, 600)
+        await kill()
         await me.wait_for("a")
         assert await call("b", abs, -1) == 1
 
@@ -48,7 +51,7 @@ async def test_a_child_is_restarted_on_demand(how: str, tmp_path: Path) -> None:
 async def test_a_child_that_is_not_restarted_any_more() -> None:
     """`restart` starts one all the same; a name that is no peer's is refused."""
     async with asyncio.timeout(SOON), world(["a"], max_restarts=0) as me:
-        os.kill(await call("a", pid), signal.SIGKILL)
+        await kill()
         with pytest.raises(WorkerLost, match="it is not restarted"):
             await me.wait_for("a")
         await me.restart("a")
@@ -67,21 +70,15 @@ async def restart_another(me: Worker, folder: Path) -> int:
     if me.name == "worker1":
         await until((folder / "blocked").exists)
         await me.restart("worker2")
-        with pytest.raises(WorkerLost):  # no restart is left
-            await me.restart("worker2")
         (folder / "done").touch()
-    if me.name == "worker2":
-        await until((folder / "done").exists)
+    await until((folder / "done").exists)
     return me.restarts
 
 
 @pytest.mark.promise("rejoin.on_demand")
 def test_a_worker_restarts_the_child_of_another_process(tmp_path: Path) -> None:
     """It is told to end, also if its loop is blocked, and its parent starts it again."""
-    with pytest.raises(WorkerLost, match="its process ended with exit code 1"):
-        aiorpc.run_local(
-            restart_another, 3, args=(tmp_path,), max_restarts=1, on_failure="continue"
-        )
+    aiorpc.run_local(restart_another, 3, args=(tmp_path,), max_restarts=1)
     assert (tmp_path / "done").exists()
 
 
@@ -90,9 +87,10 @@ def test_a_worker_restarts_the_child_of_another_process(tmp_path: Path) -> None:
 
 def fail_while_it_exists(name: str) -> None:
     """Initialize a child, and note its start."""
+    fails = os.path.exists(os.environ["FAILS"])
     with open(os.environ["STARTS"], "a") as starts:
         starts.write(name)
-    if os.path.exists(os.environ["FAILS"]):
+    if fails:
         raise ValueError("odd")
 
 
@@ -110,21 +108,21 @@ async def test_a_child_that_fails_again_and_again(
         async def fail() -> None:
             starts.write_text("")
             fails.touch()
-            os.kill(await call("a", pid), signal.SIGKILL)
-            await until(lambda: len(starts.read_text()) >= 2)
+            await kill()
+            await until(lambda: starts.read_text() != "" and not server().children())
             fails.unlink()
 
         begin = time.monotonic()
         await fail()
         await me.wait_for("a")
         # Pauses of 0, 0.1, 0.2, 0.4, ... seconds.
-        assert len(starts.read_text()) < 10 * (1 + time.monotonic() - begin)
+        assert len(starts.read_text()) < 10 * (0.2 + time.monotonic() - begin)
         for step in (me.restart, me.start):
             await fail()
             await step("a")
             assert await call("a", abs, -1) == 1
-        await fail()
-        await me.stop("a")
+        await kill()
+        await me.stop("a")  # in a pause of some seconds
         with pytest.raises(WorkerLost):
             await me.wait_for("a")
 
@@ -148,9 +146,7 @@ async def test_children_whose_server_is_frozen() -> None:
     async with asyncio.timeout(10 * SOON), world(["a"], max_restarts=1) as me:
         watching = asyncio.create_task(watch())
         server().suspend()
-        os.kill(await call("a", pid), signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="its process was killed by SIGKILL"):
-            await call("a", asyncio.sleep, 600)
+        await kill()
         await me.wait_for("a")
         server().suspend()
         await me.start("c")
@@ -159,4 +155,3 @@ async def test_children_whose_server_is_frozen() -> None:
         assert await call("a", abs, -1) == 1
         watching.cancel()
     assert longest < 2.0
-    sys.stderr.flush()
