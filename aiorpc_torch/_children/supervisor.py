@@ -267,8 +267,10 @@ class Supervisor:
             if self.last.get(child.name) is child:
                 del self.last[child.name]
 
-    async def _start(self, config: WorkerConfig) -> None:
-        self._supervise(await self._begin(config), config)
+    async def _start(self, config: WorkerConfig) -> ChildProcess:
+        child = await self._begin(config)
+        self._supervise(child, config)
+        return child
 
     async def _begin(self, config: WorkerConfig) -> ChildProcess:
         self._config_of[config.name] = config
@@ -366,14 +368,20 @@ class Supervisor:
         while pause is not None:
             await asyncio.sleep(pause)
             try:
-                await self._start(config)
+                child = await self._start(config)
             except Exception as exc:  # too many processes or open files
                 log.error("worker %r cannot be restarted: %r", config.name, exc)
                 exc.__cause__ = failure
                 failure, pause = exc, self._restarts.take(config.name, 0.0)
             else:
+                limit = config.start_timeout + JOIN_GRACE
+                asyncio.get_running_loop().call_later(limit, self._kill_unless_entered, child)
                 return
         self._report(config.name, failure)
+
+    def _kill_unless_entered(self, child: ChildProcess) -> None:
+        if child.entered_at is None and child in self._children:
+            child.kill("it has not entered its world in time: it may be frozen")
 
     def _on_restarted(self, name: str, task: "asyncio.Task[None]") -> None:
         if self._restarting.get(name) is task:

@@ -96,7 +96,7 @@ def fail_while_it_exists(name: str) -> None:
 
 @pytest.mark.promise("rejoin.pauses")
 async def test_a_child_that_fails_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its restarts pause; `stop`, `start` and `restart` do not wait for the pause."""
     starts, fails = tmp_path / "starts", tmp_path / "fails"
@@ -104,12 +104,14 @@ async def test_a_child_that_fails_again_and_again(
     monkeypatch.setenv("FAILS", str(fails))
     options = {"max_restarts": 100, "initializer": fail_while_it_exists, "logs": None}
     async with asyncio.timeout(SOON), world(["a"], **options) as me:  # type: ignore[arg-type]
+        failed: list[str] = []
 
         async def fail() -> None:
             starts.write_text("")
             fails.touch()
             await kill()
-            await until(lambda: starts.read_text() != "" and not server().children())
+            await until(lambda: caplog.text.count(" s: odd") > len(failed))
+            failed.append("again")
             fails.unlink()
 
         begin = time.monotonic()
