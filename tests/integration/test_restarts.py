@@ -1,11 +1,13 @@
 """Children that are restarted: on demand, after failures in a row, and without a fork server."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import aiorpc_torch as aiorpc
@@ -80,6 +82,27 @@ def test_a_worker_restarts_the_child_of_another_process(tmp_path: Path) -> None:
     """It is told to end, also if its loop is blocked, and its parent starts it again."""
     aiorpc.run_local(restart_another, 3, args=(tmp_path,), max_restarts=1)
     assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.promise("rejoin.flat")
+async def test_restarts_and_deaths_leave_nothing() -> None:
+    """Neither descriptors nor threads are left at their parent."""
+    process = psutil.Process()
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return process.num_fds(), process.num_threads()
+
+    async with asyncio.timeout(4 * SOON), world(["a"], max_restarts=1000) as me:
+        before = (0, 0)
+        for count in range(60):
+            await me.restart("a")
+            await kill()
+            await me.restart("a")  # in the pause before the next restart
+            if count == 20:
+                before = held()
+        await until(lambda: held() <= before)
 
 
 # ── failures in a row ───────────────────────────────────────────────────────────────────────────
