@@ -49,7 +49,7 @@ class LocalWorker(Worker):
         Raises:
             ValueError: If a living worker has the name, or one that is joining.
             WorkerLost, WorldTimeout: If the child dies, or does not join within `start_timeout`.
-            NotInWorld: If this worker has left its world.
+            NotInWorld: If this worker's block has ended.
             TypeError: If `exports`, `loop_factory` or `initializer` cannot be imported by children.
         """
         self._check_is_open()
@@ -67,7 +67,7 @@ class LocalWorker(Worker):
 
         Raises:
             ValueError: If no such child is alive.
-            NotInWorld: If this worker has left its world.
+            NotInWorld: If this worker's block has ended.
         """
         check_type("a worker's name", name, str)
         self._check_is_open()

@@ -111,14 +111,17 @@ class Supervised(Generic[T]):
         """
         rref = self._start()
         load = None if rref is None else self._pool.load(owner_name(rref))
-        if load is None:
+        if load is None and self._may_return():
             self._lose(rref or self._rref)
             self._recover_soon()
         return load
 
     def _may_return(self) -> bool:
-        """Return whether calls may wait for the object: it has not ended."""
-        return self._supervision.state != "ended"
+        """Return whether calls may wait for the object: its worker is started again."""
+        with self._lock:
+            if not self._pool.is_lost(self._worker):  # after all, by `start` or `restart`
+                self._supervision.reopen()
+            return self._supervision.state != "ended"
 
     def _on_loss(self) -> None:
         self._lose(self._rref)
@@ -139,9 +142,10 @@ class Supervised(Generic[T]):
         """
         waiter: Waiter = asyncio.get_running_loop().create_future()
         waiter.add_done_callback(self._leave, context=contextvars.Context())
+        may_return = self._may_return()
         with self._lock:
             self._supervision.wait(waiter)
-            if self._supervision.state == "ended":
+            if not may_return and self._supervision.state == "ended":
                 assert self._error is not None
                 _resolve(self._supervision.end(), CallAborted(self._error, was_sent=False))
             self._release()

@@ -20,8 +20,8 @@ class Supervision(Generic[Token]):
     it have been released and have not started.
 
     Attributes:
-        state: "alive"; "lost" until its process is replaced or alive again; "making"; "ended" if
-            it is not made again.
+        state: "alive"; "lost" until its process is replaced or alive again; "making"; "ended" while
+            its process is not started again.
         incarnation: number of times that it was made again.
     """
 
@@ -102,6 +102,11 @@ class Supervision(Generic[Token]):
         """End the object: its process is not started again. Return the calls that waited."""
         self._end_recovery("ended")
         return self._take()
+
+    def reopen(self) -> None:
+        """Note that a process was started all the same: the object may be made again."""
+        if self.state == "ended":
+            self.state = "lost"
 
     def _end_recovery(self, state: State) -> None:
         self.state = state

@@ -189,13 +189,13 @@ class Worker:
         also if its event loop is blocked. Whatever supervises that process must start it again. If
         it is frozen, or C code there keeps the GIL, it is not told: its `watchdog=` ends it.
 
-        Calls that run there raise `WorkerLost`. Supervised objects are made again. (To let calls
-        end before, use `LocalWorker.stop` and `start`.) Bound the wait with `aiorpc.timeout`.
+        Calls that run there raise `WorkerLost`; `remote(ref, retries=)` makes them again.
+        Supervised objects are made again. Bound the wait with `aiorpc.timeout`.
 
         Raises:
             UnknownWorker: if there is no such peer.
             WorkerLost: if no process will take its place.
-            WorkerLeft: if it has left in order.
+            WorkerLeft: if it has left in order, and is no child of this process.
             NotInWorld: once this worker leaves its world.
         """
         self._check_peer("name", name)

@@ -51,13 +51,17 @@ async def test_a_child_is_restarted_on_demand(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.promise("rejoin.on_demand")
 async def test_a_child_that_is_not_restarted_any_more() -> None:
-    """`restart` starts one all the same; a name that is no peer's is refused."""
-    async with asyncio.timeout(SOON), world(["a"], max_restarts=0) as me:
+    """`restart` starts one all the same, and its object; a name that is no peer's is refused."""
+    async with asyncio.timeout(SOON), world(["a"], max_restarts=1) as me:
+        env = await aiorpc.supervised("a", Env)
         await kill()
-        with pytest.raises(WorkerLost, match="it is not restarted"):
-            await me.wait_for("a")
+        await me.wait_for("a")
+        await kill()
+        for _ in range(2):
+            with pytest.raises(WorkerLost, match="it is not restarted"):
+                await remote(env).pid()
         await me.restart("a")
-        assert await call("a", abs, -1) == 1
+        assert await remote(env).pid() == await call("a", pid)
         with pytest.raises(UnknownWorker, match="name must be one of a"):
             await me.restart("main")
     with pytest.raises(NotInWorld):

@@ -118,6 +118,12 @@ class Lives(RuleBasedStateMachine):
         self.fail_waiting(self.machine.end())
         assert self.machine.state == "ended"
 
+    @rule()
+    def reopen(self) -> None:
+        before = self.machine.state
+        self.machine.reopen()
+        assert self.machine.state == ("lost" if before == "ended" else before)
+
     def fail_waiting(self, tokens: list[int]) -> None:
         assert tokens == self.waiting
         self.failed += tokens
@@ -199,6 +205,10 @@ def test_a_worker_that_is_not_started_again_ends_it() -> None:
     assert machine.state == "ended"
     machine.wait("second")
     assert machine.end() == ["second"]
+    machine.reopen()
+    assert machine.begin_recovery(), "it was started all the same"
+    machine.reopen()
+    assert machine.state == "lost"
 
 
 def test_incarnations_are_counted() -> None:
