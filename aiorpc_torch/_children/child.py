@@ -32,8 +32,14 @@ from .._wire.exceptions import RemoteFailure
 from .._world.worker import run_worker
 from ..errors import WorkerLost
 from .child_logs import ChildOutput, Outputs, use_outputs
-from .forkserver import UNKNOWN_CODE
-from .process_table import is_exiting, kill_descendants, kill_tree
+from .forkserver import UNKNOWN_CODE, ForkedProcess
+from .process_table import (
+    is_exiting,
+    kill_descendants,
+    kill_left_by,
+    kill_tree,
+    mark_this_process,
+)
 from .processes import STOP_SIGNALS, ProcessFactory, stop_signals_blocked
 
 Main = Callable[..., Awaitable[Any]]
@@ -163,6 +169,8 @@ class ChildProcess:
         if (code := self._exit_code()) is None and is_awaited:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
         else:
+            if (pid := self._process.pid) and not isinstance(self._process, ForkedProcess):
+                kill_left_by(pid)  # else its server has done so
             self.ended.set_result(self._failure or self._exit_failure(code))
 
     def stop_watching(self) -> None:
@@ -230,19 +238,23 @@ class ChildProcess:
             self._process.close()
 
 
+_main_lock = threading.Lock()  # several threads may start children
+
+
 @contextlib.contextmanager
 def _main_importable() -> Iterator[None]:
     # A child of multiprocessing runs the file of `__main__`, and would look for one of this name.
     main = sys.modules["__main__"]
-    name = getattr(main, "__file__", None)
-    if name is None or not is_main_without_file():
-        yield
-        return
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = name
+    with _main_lock:
+        name = getattr(main, "__file__", None)
+        if name is None or not is_main_without_file():
+            yield
+            return
+        del main.__file__
+        try:
+            yield
+        finally:
+            main.__file__ = name
 
 
 _running: set[ChildProcess] = set()
@@ -271,29 +283,28 @@ def child_main(
 ) -> NoReturn:
     """Run in the child from its start to its end."""
     use_outputs(outputs)
+    mark_this_process()
     close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
     _leave_signals_to_parent(pipe)
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
-    code = 0
+    code, commands = 0, set[ParentCommand]()
     try:
         with forks_exit_here():
             config.initialize()
         with asyncio.Runner(loop_factory=config.loop_factory) as runner:
-            runner.run(_run(pipe, config, main, args))
+            runner.run(_run(pipe, config, main, args, commands))
         # As at the end of any program: what was given to an executor is done. Not after a failure,
         # which the parent sees when this process ends.
         threading._shutdown()  # type: ignore[attr-defined]
         tell_parent(pipe, _LEFT)
-    except asyncio.CancelledError:
-        tell_parent(pipe, _LEFT)  # by the parent's command
-        kill_descendants(os.getpid())
     except BaseException as exc:
-        # Raised, and its traceback printed once, in the parent.
         signal.signal(signal.SIGTERM, lambda *_: None)  # no message in the middle of this one
-        tell_parent(pipe, RemoteFailure.of(exc, config.name))
+        is_told = isinstance(exc, asyncio.CancelledError) and "cancel" in commands
+        # A failure is raised, and its traceback printed once, in the parent.
+        tell_parent(pipe, _LEFT if is_told else RemoteFailure.of(exc, config.name))
         # The exit function of multiprocessing waits for the processes of a pool, without end.
         kill_descendants(os.getpid())
-        code = 1
+        code = 0 if is_told else 1
     end_process(code)
 
 
@@ -323,7 +334,11 @@ def tell_parent(pipe: Connection, message: object) -> None:
 
 
 async def _run(
-    pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
+    pipe: Connection,
+    config: WorkerConfig,
+    main: Main | None,
+    args: tuple[Any, ...],
+    commands: set[ParentCommand],
 ) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     leave, leaves_alone = asyncio.Event(), asyncio.Event()
@@ -340,7 +355,8 @@ async def _run(
         """Obey the commands of the parent; end this process when the parent dies."""
         try:
             while True:
-                call_soon(loop, actions[pipe.recv()])
+                commands.add(command := pipe.recv())
+                call_soon(loop, actions[command])
         except (EOFError, OSError):  # the parent is dead, perhaps by kill -9
             kill_descendants(os.getpid())
             os._exit(1)

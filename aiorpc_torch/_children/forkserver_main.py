@@ -1,12 +1,11 @@
 """The process that forks children: it imports modules, then forks one child for each request.
 
 It ignores Ctrl-C, SIGTERM and SIGHUP, which a terminal or a supervisor sends to all processes of a
-program. It kills its children and ends when the program's end of the socket is closed. Processes
-that a child has started, and that outlive it, become children of this process, and are killed.
+program. It kills its children and ends when the program's end of the socket is closed. When a child
+has ended, it kills the processes that this has left.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -19,22 +18,19 @@ import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker, spawn
 from typing import Any, NoReturn
 
 from .._aio.signals import end_process, exit_code
-from .process_table import children_of, kill_descendants
+from .process_table import kill_left_by
 
 # Of a request: how many descriptors follow. Then a pid or a negative errno, and the exit code.
 NUMBER = struct.Struct("q")
 MOST_DESCRIPTORS = 250  # of one message; the kernel takes 253
 STREAMS = (0, 1, 2)
-_PR_SET_CHILD_SUBREAPER = 36
-ORPHANS_TIMEOUT = 0.5  # seconds for killed processes to end
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -134,8 +130,6 @@ class _Server:
     def __init__(self, control: socket.socket, handlers: dict[signal.Signals, Any]) -> None:
         self._control = control
         self._children: dict[int, socket.socket] = {}  # by pid; they take the exit code
-        self._own = frozenset(children_of(os.getpid()))  # of modules that were imported
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it is not inherited
         self._wakeups, written = socket.socketpair()
         written.setblocking(False)
         self._written = written
@@ -167,17 +161,8 @@ class _Server:
         for pid in [*self._children]:
             if (found := os.waitpid(pid, os.WNOHANG)) != (0, 0):
                 with self._children.pop(pid) as status:
-                    self._end_orphans(self._own | self._children.keys())
+                    kill_left_by(pid)
                     _tell(status, os.waitstatus_to_exitcode(found[1]))
-
-    def _end_orphans(self, spared: Set[int]) -> None:
-        """Kill the processes that children which have ended have left, and wait for their end."""
-        limit = time.monotonic() + ORPHANS_TIMEOUT
-        while (orphans := {*children_of(os.getpid())} - spared) and time.monotonic() < limit:
-            kill_descendants(os.getpid(), spared)
-            for pid in orphans:
-                os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.001)
 
     def _serve(self) -> Callable[[], Any] | None:
         """Fork for one request; return in the child only, with what it has to run."""
@@ -216,7 +201,8 @@ class _Server:
     def _end(self) -> NoReturn:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
-        self._end_orphans(self._own)
+        for pid in self._children:
+            kill_left_by(pid)
         os._exit(0)
 
 

@@ -74,14 +74,17 @@ class LocalWorker(Worker):
         await self._on_loop(self._stop(name))
 
     async def _restart(self, peer: Peer) -> None:
-        name = peer.name
-        if self._supervisor.is_given_up(name):
-            await self.start(name)
-        elif self._supervisor.knows(name):
-            await self._supervisor.replace(name)
-            await self._node.membership.wait_until_alive(name, peer.worker_id)
+        if self._supervisor.knows(peer.name):
+            await self._supervisor.replace_once(peer.name, lambda: self._replace(peer))
         else:
             await Worker._restart(self, peer)
+
+    async def _replace(self, peer: Peer) -> None:
+        if self._supervisor.is_given_up(peer.name):
+            await self.start(peer.name)
+        else:
+            await self._supervisor.replace(peer.name)
+            await self._node.membership.wait_until_alive(peer.name, peer.worker_id)
 
     def _check_is_open(self) -> None:
         if not self._node.membership.is_open:

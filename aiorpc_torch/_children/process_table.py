@@ -1,13 +1,14 @@
 """Processes as the kernel's table has them: their ends, and the processes that they have started.
 
-A descendant that has made a session or a process group of its own is left alone: it was started to
-live on.
+What a child starts has the child's pid in its environment: so it is found when the child has ended,
+however that was. (A fork that executes no other program has not; `_aio.fork` ends it.) A process
+with a session or a group of its own is left alone: it was started to live on.
 """
 
 import contextlib
 import os
 import signal
-from collections.abc import Collection
+import time
 from pathlib import Path
 
 _PF_EXITING = 0x4  # set before the kernel closes any file of the process
@@ -47,16 +48,6 @@ def _threads(pid: int) -> list[str]:
     return []
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the children of a process that share this process's group, zombies too."""
-    found: list[int] = []
-    for thread in _threads(pid):
-        with contextlib.suppress(OSError):
-            listed = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
-            found += [int(each) for each in listed if _shares_group(int(each))]
-    return found
-
-
 def _shares_group(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return os.getpgid(pid) == os.getpgrp()
@@ -71,8 +62,43 @@ def kill_tree(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_descendants(pid: int, spared: Collection[int] = ()) -> None:
-    """Kill the descendants of a process, but some of its children with theirs."""
-    for child in children_of(pid):
-        if child not in spared:
-            kill_tree(child)
+def kill_descendants(pid: int) -> None:
+    """Kill the descendants of a process."""
+    for thread in _threads(pid):
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                if _shares_group(int(child)):
+                    kill_tree(int(child))
+
+
+# ── what a process has left ─────────────────────────────────────────────────────────────────────
+
+_MARK = "AIORPC_TORCH_CHILD"
+KILL_TIMEOUT = 0.5  # seconds for killed processes to end
+
+
+def mark_this_process() -> None:
+    """Let `kill_left_by` find the processes that this one starts from now on."""
+    os.environ[_MARK] = str(os.getpid())
+
+
+def kill_left_by(pid: int) -> None:
+    """Kill the processes that one which has ended has started, and wait for their end."""
+    limit = time.monotonic() + KILL_TIMEOUT
+    while (left := _left_by(pid)) and time.monotonic() < limit:
+        for each in left:
+            with contextlib.suppress(OSError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _left_by(pid: int) -> list[int]:
+    mark = f"{_MARK}={pid}".encode()
+    every = [int(each) for each in os.listdir("/proc") if each.isdigit()]
+    return [each for each in every if _shares_group(each) and mark in _environment(each)]
+
+
+def _environment(pid: int) -> list[bytes]:
+    with contextlib.suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,7 +63,9 @@ class Supervisor:
     _config_of: dict[str, WorkerConfig] = field(default_factory=dict)  # of the last child
     _starting: set[str] = field(default_factory=set)
     _restarting: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _replacing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _make_process: ProcessFactory | None = None
+    _making: asyncio.Lock = field(default_factory=asyncio.Lock)
     _logs: LogReader | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Ends of children that were in the world before this process knew that it is complete.
@@ -207,6 +209,7 @@ class Supervisor:
             self._abandon(name, "it was stopped before it was restarted")
             return
         child = self._alive(name)
+        self._replaced.discard(child)
         self._stopping.add(child)
         child.send("stop")
         loop = asyncio.get_running_loop()
@@ -229,6 +232,20 @@ class Supervisor:
             raise ValueError(f"{name!r} is not a child of this world; there are: {alive or 'none'}")
         return child
 
+    async def replace_once(
+        self, name: str, replace: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Wait for `replace()`, or for the one of that name that is under way."""
+        if (task := self._replacing.get(name)) is None:
+            task = self._replacing[name] = asyncio.create_task(replace())
+            task.add_done_callback(partial(self._on_replaced, name))
+        await asyncio.shield(task)
+
+    def _on_replaced(self, name: str, task: "asyncio.Task[None]") -> None:
+        del self._replacing[name]
+        if not task.cancelled():
+            task.exception()  # whoever waits has it
+
     async def replace(self, name: str) -> None:
         """Kill a child whatever its state, and start another one, which does not count.
 
@@ -239,6 +256,7 @@ class Supervisor:
             self._restart(self._config_of[name], WorkerLost(name, REPLACED), 0.0)
             return
         child = self._alive(name)
+        self._stopping.discard(child)
         self._replaced.add(child)
         child.kill(REPLACED)
         await asyncio.wait((child.ended,))
@@ -285,8 +303,9 @@ class Supervisor:
             self._starting.discard(config.name)
 
     async def _begin_once(self, config: WorkerConfig) -> ChildProcess:
-        if self._make_process is None:
-            self._make_process = await self.processes.factory(config.start_timeout)
+        async with self._making:  # one server for all
+            if self._make_process is None:
+                self._make_process = await self.processes.factory(config.start_timeout)
         if self.processes.logs is not None and self._logs is None:
             self._logs = LogReader()
         output = None if self._logs is None else self._logs.open(config.name)
@@ -335,6 +354,7 @@ class Supervisor:
         if self._membership is not None and death is not None:
             self._membership.lose(config.name, death)
         if child in self._stopping:
+            self._abandon(config.name, f"{_reason(config.name, failure)}; it was to leave")
             return
         self._release(child)
         if child in self._replaced:

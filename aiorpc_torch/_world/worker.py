@@ -195,7 +195,7 @@ class Worker:
         Raises:
             UnknownWorker: if there is no such peer.
             WorkerLost: if no process will take its place.
-            WorkerLeft: if it has left in order, and is no child of this process.
+            WorkerLeft: if it leaves in order just now, or has left and is no child of this process.
             NotInWorld: once this worker leaves its world.
         """
         self._check_peer("name", name)

@@ -84,6 +84,38 @@ def test_a_child_ends_with_what_it_has_started(kind: str, how: str, tmp_path: Pa
         time.sleep(0.01)
 
 
+def start_in_background() -> int:
+    """Start a process whose parent ends at once."""
+    command = "sleep 600 >/dev/null 2>&1 & echo $!"
+    return int(subprocess.run(["sh", "-c", command], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.promise("worlds.descendants")
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+async def test_a_process_in_the_background_ends_with_its_own_child(start: Any) -> None:
+    """The end of another child does not end it, and its own child may die in any way."""
+    async with aiorpc.local_world(["a", "b"], start=start) as me:
+        background = {each: await aiorpc.call(each, start_in_background) for each in "ab"}
+        os.kill(await aiorpc.call("a", os.getpid), 9)
+        await until(lambda: not is_alive(background["a"]))
+        assert is_alive(background["b"])
+        await me.stop("b")
+        await until(lambda: not is_alive(background["b"]))
+
+
+async def cancel_itself(me: Worker) -> None:
+    if me.rank:
+        raise asyncio.CancelledError
+    await asyncio.sleep(600)
+
+
+@pytest.mark.promise("worlds.failure")
+def test_a_main_that_raises_a_cancellation() -> None:
+    """Nobody has told it to stop, so it has failed."""
+    with pytest.raises(aiorpc.RemoteError, match="CancelledError"):
+        aiorpc.run_local(cancel_itself, 2)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

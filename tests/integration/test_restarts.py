@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotInWorld, UnknownWorker, WorkerLost, call, remote
+from aiorpc_torch import NotInWorld, UnknownWorker, WorkerGone, WorkerLost, call, remote
 from aiorpc_torch.testing import world
 from aiorpc_torch.types import Worker
 from tests.integration.test_ends_of_children import SOON, hang, pid
@@ -86,6 +86,50 @@ def test_a_worker_restarts_the_child_of_another_process(tmp_path: Path) -> None:
     """It is told to end, also if its loop is blocked, and its parent starts it again."""
     aiorpc.run_local(restart_another, 3, args=(tmp_path,), max_restarts=1)
     assert (tmp_path / "done").exists()
+
+
+@pytest.mark.promise("rejoin.on_demand")
+@pytest.mark.parametrize("steps", ["stop and restart", "restart and stop"])
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+async def test_a_child_is_stopped_and_restarted_at_once(steps: str, pause: float) -> None:
+    """Both end; whichever was last counts, unless the child had left before."""
+    async with asyncio.timeout(SOON), world(["a"]) as me:
+        first, second = (getattr(me, each) for each in steps.split(" and "))
+        running = asyncio.create_task(first("a"))
+        await asyncio.sleep(pause)
+        ends = await asyncio.gather(running, second("a"), return_exceptions=True)
+        assert all(isinstance(end, WorkerGone | ValueError | None) for end in ends)
+        if "a" not in me.peers:
+            await me.start("a")
+        elif steps == "restart and stop" and ends[1] is None:
+            with pytest.raises(WorkerLost):
+                await me.wait_for("a")
+            await me.start("a")
+        assert await call("a", abs, -1) == 1
+
+
+@pytest.mark.promise("rejoin.on_demand")
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_restarts_at_once_are_one(*, is_given_up: bool) -> None:
+    """Each returns when the new process has entered."""
+    async with asyncio.timeout(SOON), world(["a"], max_restarts=0) as me:
+        if is_given_up:
+            await kill()
+        await asyncio.gather(*(me.restart("a") for _ in range(3)))
+        first = await call("a", pid)
+        await asyncio.gather(*(me.restart("a") for _ in range(3)))
+        assert await call("a", pid) != first
+
+
+@pytest.mark.promise("rejoin.frozen_server")
+async def test_children_that_start_at_once_have_one_server() -> None:
+    """Also if there is none when the first one starts."""
+    server().kill()
+    async with asyncio.timeout(4 * SOON), world() as me:
+        await asyncio.gather(*(me.start(each) for each in "abc"))
+        lines = [each.cmdline() for each in psutil.Process().children()]
+        assert len([line for line in lines if "forkserver_main" in str(line)]) == 1
+        assert [await call(each, abs, -1) for each in "abc"] == [1, 1, 1]
 
 
 @pytest.mark.slow
