@@ -46,7 +46,9 @@ async def hang(name: str, how: str, begun: Path) -> "asyncio.Task[object] | None
 
 @pytest.mark.promise("joining.stop_hanging")
 @pytest.mark.parametrize("how", ["frozen", "its loop is blocked", "it keeps the GIL"])
-@pytest.mark.parametrize("is_cancelled", [False, True], ids=["", "cancelled"])
+@pytest.mark.parametrize(
+    "is_cancelled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "cancelled"]
+)
 async def test_a_child_that_hangs_is_stopped(how: str, is_cancelled: bool, tmp_path: Path) -> None:
     """It is killed after its time, also if `stop` is cancelled; a new one may have its name."""
     async with asyncio.timeout(SOON), world(["a", "b"], stop_timeout=0.1) as me:
@@ -68,7 +70,9 @@ async def test_a_child_that_hangs_is_stopped(how: str, is_cancelled: bool, tmp_p
 
 
 @pytest.mark.promise("rejoin.watchdog")
-@pytest.mark.parametrize("how", ["its loop is blocked", "it keeps the GIL"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("its loop is blocked", marks=pytest.mark.slow), "it keeps the GIL"]
+)
 async def test_a_child_with_a_watchdog(
     how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,7 +167,14 @@ else:
 
 
 @pytest.mark.promise("worlds.open")
-@pytest.mark.parametrize("way", ["asyncio.run", "a loop that is not closed", "a thread"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "asyncio.run",
+        pytest.param("a loop that is not closed", marks=pytest.mark.slow),
+        pytest.param("a thread", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_leaves_its_world_open(way: str) -> None:
     """It ends as any other: nothing is printed, and no process stays."""
     done = run("-c", OPEN, way)

@@ -40,6 +40,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.stalls")
 def test_a_collective_on_the_event_loop(tmp_path: Path) -> None:
     """A warning names it and the line, once, while the loop stands."""
