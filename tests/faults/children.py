@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
+import multiprocessing
 import os
-import resource
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 
 from aiorpc_torch import RpcError, WorldTimeout, call, testing
 from aiorpc_torch.types import LocalWorker
@@ -46,7 +48,7 @@ class Run:
         self._fault = fault
         self._left = at  # callbacks until the fault
         self._task: asyncio.Task[Any] | None = None
-        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._patch = pytest.MonkeyPatch()
 
     def run(self) -> None:
         """Run it in a world with two children."""
@@ -67,7 +69,7 @@ class Run:
             self.findings.append(f"descriptors: {after}, were {before}")
 
     async def _live(self) -> None:
-        options: Any = {"heartbeat": 0.5, "stop_timeout": 0.3, "max_restarts": 9, "logs": None}
+        options: Any = {"heartbeat": 0.5, "stop_timeout": 0.3, "max_restarts": 3, "logs": None}
         options["start_timeout"] = BOUND / 4
         async with testing.world(["a", "b"], **options) as me:
             self._me = me
@@ -101,9 +103,8 @@ class Run:
                 self._signal(signal.SIGSTOP)
             case "the server is frozen":
                 server().suspend()
-            case "no descriptors":
-                used = max(map(int, os.listdir("/proc/self/fd")))
-                resource.setrlimit(resource.RLIMIT_NOFILE, (used, self._limits[1]))
+            case "no descriptors":  # torch aborts the process at a true limit
+                self._patch.setattr(multiprocessing, "Pipe", _no_descriptors)
             case "the GIL is kept":
                 calling = asyncio.ensure_future(call(self._name, keep_the_gil))
                 calling.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -116,7 +117,7 @@ class Run:
     def _end_step(self) -> None:
         self._loop.before_callback = _nothing
         self._task = None  # a traceback refers to what its frames hold
-        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
+        self._patch.undo()
 
     # ── what has to hold ────────────────────────────────────────────────────────────────────────
 
@@ -171,6 +172,10 @@ def _children() -> list[psutil.Process]:
         return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
+
+
+def _no_descriptors() -> NoReturn:
+    raise OSError(errno.EMFILE, "injected: too many open files")
 
 
 def _nothing() -> None:
