@@ -171,6 +171,8 @@ class Supervisor:
     def _drop(self, child: ChildProcess) -> None:
         """Kill a child that is not supervised."""
         child.kill()
+        if self.last.get(child.name) is child:  # what ends now is replaced by `add`
+            del self.last[child.name]
         self._stopping.add(child)
         self._release(child)
         child.ended.add_done_callback(partial(self._on_killed, child))
@@ -392,7 +394,8 @@ class Supervisor:
             except Exception as exc:  # too many processes or open files
                 log.error("worker %r cannot be restarted: %r", config.name, exc)
                 exc.__cause__ = failure
-                failure, pause = exc, self._restarts.take(config.name, 0.0)
+                # Frames of a traceback may hold descriptors.
+                failure, pause = exc.with_traceback(None), self._restarts.take(config.name, 0.0)
             else:
                 limit = config.start_timeout + JOIN_GRACE
                 asyncio.get_running_loop().call_later(limit, self._kill_unless_entered, child)
