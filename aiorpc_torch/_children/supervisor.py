@@ -36,8 +36,7 @@ JOIN_GRACE = 1.0  # seconds beyond `start_timeout` for a child to tell itself wh
 # then: `run_local` raises it, and would return as if nothing had happened.
 FAILURE_TIMEOUT = 20.0
 
-
-REPLACED = "its process was ended by restart()"
+REPLACED = "its process was ended by restart()"  # what peers are told
 
 
 @dataclass(eq=False)
@@ -171,7 +170,7 @@ class Supervisor:
     def _drop(self, child: ChildProcess) -> None:
         """Kill a child that is not supervised."""
         child.kill()
-        if self.last.get(child.name) is child:  # what ends now is replaced by `add`
+        if self.last.get(child.name) is child:  # none that `replace` may wait for
             del self.last[child.name]
         self._stopping.add(child)
         self._release(child)
@@ -284,6 +283,7 @@ class Supervisor:
         if child.release() and child in self._children:
             self._children.remove(child)
             self._stopping.discard(child)
+            self._replaced.discard(child)  # it may have left in order just before
             if self.last.get(child.name) is child:
                 del self.last[child.name]
 
@@ -358,11 +358,9 @@ class Supervisor:
         if child in self._stopping:
             self._abandon(config.name, f"{_reason(config.name, failure)}; it was to leave")
             return
+        pause = 0.0 if child in self._replaced else self._pause(child)
         self._release(child)
-        if child in self._replaced:
-            self._replaced.discard(child)
-            self._restart(config, failure, 0.0)
-        elif (pause := self._pause(child)) is not None:
+        if pause is not None:
             self._restart(config, failure, pause)
         else:
             if death is not None:

@@ -118,10 +118,14 @@ class Supervised(Generic[T]):
 
     def _may_return(self) -> bool:
         """Return whether calls may wait for the object: its worker is started again."""
-        with self._lock:
-            if not self._pool.is_lost(self._worker):  # after all, by `start` or `restart`
+        self._reopen_if_started()
+        return self._supervision.state != "ended"
+
+    def _reopen_if_started(self) -> None:
+        """Go on if its worker was started after all, by `start` or `restart`."""
+        if not self._pool.is_lost(self._worker):
+            with self._lock:
                 self._supervision.reopen()
-            return self._supervision.state != "ended"
 
     def _on_loss(self) -> None:
         self._lose(self._rref)
@@ -142,10 +146,10 @@ class Supervised(Generic[T]):
         """
         waiter: Waiter = asyncio.get_running_loop().create_future()
         waiter.add_done_callback(self._leave, context=contextvars.Context())
-        may_return = self._may_return()
+        self._reopen_if_started()
         with self._lock:
             self._supervision.wait(waiter)
-            if not may_return and self._supervision.state == "ended":
+            if self._supervision.state == "ended":
                 assert self._error is not None
                 _resolve(self._supervision.end(), CallAborted(self._error, was_sent=False))
             self._release()

@@ -217,7 +217,7 @@ def departure(data: bytes) -> "Future[Any]":
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
-def end_process(_: bytes) -> NoReturn:
+def exit_process(_: bytes) -> NoReturn:
     """End this process, for what supervises it to start another one."""
     log.warning("a peer has restarted this worker: its process ends")
     force_exit(1)

@@ -342,10 +342,10 @@ class Membership:
             is_exit = isinstance(error, WorkerLost) and self._is_exiting(peer.name)
             self.report(peer, Event.EXIT if is_exit else Event.LOSS, error)
 
-    def end_process(self, peer: Peer) -> None:
+    def tell_to_exit(self, peer: Peer) -> None:
         """Let a peer end its process, also if its event loop is blocked; it is lost then."""
         try:
-            answer = send(peer.member.info, entry_points.end_process, b"")
+            answer = send(peer.member.info, entry_points.exit_process, b"")
         except Exception as exc:
             self.on_unreachable(peer, exc)
         else:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from .._aio.tasks import StepContext
 from .._endpoint import entry_points
@@ -68,21 +68,19 @@ def world_manager(
     function: Callable[P, AsyncIterator[W]],
 ) -> Callable[P, contextlib._AsyncGeneratorContextManager[W]]:
     """Decorate as `asynccontextmanager`: each call returns the context manager of a world."""
-
-    @functools.wraps(function)
-    def make(*args: P.args, **kwargs: P.kwargs) -> contextlib._AsyncGeneratorContextManager[W]:
-        return _World(cast("Any", function), args, kwargs)
-
-    return make
+    return _making(_World, function)
 
 
 def thread_manager(
     function: Callable[P, Iterator[W]],
 ) -> Callable[P, contextlib._GeneratorContextManager[W]]:
     """Decorate as `contextmanager`: each call returns the manager of a world in a thread."""
+    return _making(_WorldInThread, function)
 
+
+def _making(manager: Callable[..., Any], function: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(function)
-    def make(*args: P.args, **kwargs: P.kwargs) -> contextlib._GeneratorContextManager[W]:
-        return _WorldInThread(cast("Any", function), args, kwargs)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return manager(function, args, kwargs)
 
     return make

@@ -206,7 +206,7 @@ class Worker:
         membership = self._node.membership
         await membership.wait_until_probed(peer.name)
         if peer.state is State.ALIVE:
-            membership.end_process(peer)
+            membership.tell_to_exit(peer)
         await membership.wait_until_alive(peer.name, peer.worker_id)
 
     def _check_peer(self, option: str, peer: str) -> None:

@@ -14,9 +14,11 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import NotInWorld, UnknownWorker, WorkerGone, WorkerLost, call, remote
 from aiorpc_torch.testing import world
 from aiorpc_torch.types import Worker
-from tests.integration.test_ends_of_children import SOON, hang, pid
 from tests.support.fork_servers import server
+from tests.support.hanging import hang, pid
 from tests.support.two_ends import until
+
+SOON = 30.0
 
 
 class Env:

@@ -86,17 +86,8 @@ class Forker:
 
     async def task(self, how: str) -> Any:
         """Fork in a task of its own; the code of the fork ends with its step."""
-
-        async def work() -> Any:
-            if pid := fork():
-                return await asyncio.to_thread(exit_code, pid)
-            if how == "await":
-                await asyncio.sleep(0)
-                os._exit(WENT_ON)
-            return end(how)
-
         asyncio.get_running_loop().call_soon(lambda: None)  # a callback that waits at the fork
-        return await asyncio.create_task(work())
+        return await asyncio.create_task(self.coroutine(how))
 
     async def made(self, how: str) -> Any:
         return await remote(await aiorpc.create("a", ForkedAtItsStart, how)).code()
