@@ -95,6 +95,11 @@ class Directory:
         self._known_ranks: set[int] = set()  # those that know of the failure
         self._is_ending = False
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the start has failed, and the workers were told."""
+        return self._failure is not None
+
     def receive(self, connection: int, message: FromWorker) -> None:
         """Handle a message of a worker."""
         if isinstance(message, wire.Register):

@@ -57,7 +57,7 @@ class DirectoryServer:
 
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
-        self._thread.close(2 * LINGER)
+        self._thread.close(3 * LINGER)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -67,6 +67,13 @@ class DirectoryServer:
             acceptor.add(listening)
         await self._thread.closing.wait()
         acceptor.close()
+        if self._directory.has_failed:
+            # A worker may send before it reads of the failure. To a closed socket that is an error,
+            # which takes what was not read away. So the workers close first.
+            for task in self._unregistered.values():
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=LINGER)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

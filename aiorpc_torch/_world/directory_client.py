@@ -457,14 +457,14 @@ class DirectoryClient:
 
     async def _disconnect(self) -> None:
         self._meeting.withdraw()
+        if self._stream is not None:  # before the server, which may wait for it
+            stream, self._stream = self._stream, None
+            await stream.close()
         if self._server is not None:
             server, self._server = self._server, None
             if self._port is not None:
                 self._port.end_directory()
             await run_in_thread(server.close, "aiorpc-stop")
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            await stream.close()
 
 
 async def _is_alive(node: "Node", name: str) -> bool:

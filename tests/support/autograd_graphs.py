@@ -317,6 +317,28 @@ class Alone:
         return [*torch.autograd.grad(root, leaves, allow_unused=True)]
 
 
+def weights_in_dropped_batches(plan: Plan, is_dropped: bool = False) -> set[str]:
+    """Return the workers whose weights may have zeros for a gradient, where they have none alone.
+
+    `batch_in_thread` stacks the results of its callers. If one of two callers drops its own, the
+    backward of the stack has zeros for it, as it would have in one process.
+    """
+    found: set[str] = set()
+    for step in plan:
+        match step:
+            case ("fork", *branches):
+                inner = [(branch, is_dropped) for branch in branches]
+            case ("call" | "drop" as kind, to, how, called):
+                inner = [(called, is_dropped or kind == "drop")]
+                if how == "batch_in_thread" and inner[0][1] and ("weigh",) in called:
+                    found.add(to)
+            case _:
+                inner = []
+        for each, dropped in inner:
+            found |= weights_in_dropped_batches(each, dropped)
+    return found
+
+
 async def contexts_here() -> int:
     """How many contexts torch knows in this process."""
     return autograd._get_debug_info()["num_autograd_contexts"]  # type: ignore[attr-defined, no-any-return]

@@ -17,6 +17,7 @@ from aiorpc_torch._directory.directory_messages import (
     GiveUp,
     Missing,
     Register,
+    Registered,
     ToWorker,
     read_to_worker,
 )
@@ -183,6 +184,32 @@ async def test_the_end_of_the_server(place: Place) -> None:
     assert all([await closed(each) for each in streams])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(place.address)
+
+
+async def test_a_failure_reaches_who_sends_meanwhile(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 closes the directory at once; what another worker sends then takes nothing away."""
+    monkeypatch.setattr(directory_server, "LINGER", SOON)
+    streams = [await place.register(rank) for rank in range(2)]
+    last = await place.open()
+    last.write(greeting() + encode(Register(Registration("w2", 2, 3, "1.0"))))
+    assert isinstance(await last.receive(), Registered)
+    await last.close()
+    for each in streams:
+        assert isinstance(await each.receive(), Registered)
+    assert isinstance(await streams[0].receive(), Failed)
+    closing = asyncio.ensure_future(asyncio.to_thread(place.server.close))
+    await asyncio.wait((closing,), timeout=0.2)  # a server that does not wait has closed
+    for _ in range(2):
+        streams[1].send(AskMissing())
+        await asyncio.sleep(0)
+    failed = await streams[1].receive()
+    assert isinstance(failed, Failed)
+    assert failed.missing == [2]
+    for each in streams:
+        await each.close()
+    await closing
 
 
 def test_a_connection_that_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
