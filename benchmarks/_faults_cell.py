@@ -8,8 +8,8 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from ._faults_states import SHORT
 
 HEARTBEAT, START, STOP = 2.0, 1.5, 1.5  # seconds, the arguments of the workers
 AT_ONCE = 2.0  # seconds until a fault is noticed without a timeout, on a busy machine
+TAKEOVER = HEARTBEAT + 3.0  # seconds until another process can enter without rank 0
 SLACK = 1.0  # seconds beyond a configured time
 NOISE = 0.5  # seconds that other load may add to any of these
 NAMES = ("main", "b", "a")  # by rank; the fault is injected into `a`
+FIRST = ("a", "main", "b")  # the same if that is rank 0, which keeps the directory
 
 IDLE, STARTING, STOPPING = "idle", "starting", "stopping"
 PENDING, STREAM, BATCH = "pending call", "open stream", "waiting batch"
@@ -69,8 +71,11 @@ class Verdict:
 class Members:
     """Three workers of a world, on one machine or with `a` on another."""
 
-    def __init__(self, folder: Path, machines: Machines | None) -> None:
+    def __init__(
+        self, folder: Path, machines: Machines | None, names: Sequence[str] = NAMES
+    ) -> None:
         self.machines = machines
+        self._names = names
         self.store = folder / "store"
         self._folder = folder
         self.running: dict[str, Member] = {}
@@ -79,7 +84,7 @@ class Members:
         """Start a process for that worker, outside the world as yet."""
         given: dict[str, Any] = {
             "name": name,
-            "rank": NAMES.index(name),
+            "rank": self._names.index(name) if name in self._names else None,
             "world_size": len(NAMES),
             "init_method": f"file://{self.store}",
             "heartbeat": HEARTBEAT,
@@ -101,7 +106,7 @@ class Members:
             member.tell("enter")
         for member in running:
             member.hears("in")
-        main, b, a = running
+        main, b, a = (self.running[name] for name in NAMES)
         return main, b, a
 
     def registered(self, name: str) -> None:
@@ -134,6 +139,8 @@ class Fault:
     how: str = ""
     """The way in which a method never returns ("blocks", "ignores"); empty for other faults."""
     machines: bool = False
+    is_first: bool = False
+    """Whether `a` is rank 0."""
 
 
 def _signal(*numbers: int) -> Callable[[Members], None]:
@@ -177,16 +184,27 @@ IGNORE = Fault("hang in an async def", "", SHORT + SLACK, _nothing, 0, how="igno
 MISSING = Fault("missing rank", "", AT_ONCE, _nothing, 0)
 WRONG = Fault("wrong interface", "", AT_ONCE, _nothing, 1, machines=True)
 CUT = Fault("cut link", SILENT, SILENCE, _cut, 0, _mend, machines=True)
-FAULTS = (KILL, FREEZE, RAISE, BLOCK, IGNORE, MISSING, WRONG, CUT)
+OF_FIRST = tuple(
+    replace(fault, name=f"{fault.name} of rank 0", is_first=True) for fault in (KILL, FREEZE, CUT)
+)
+FAULTS = (KILL, FREEZE, RAISE, BLOCK, IGNORE, MISSING, WRONG, CUT, *OF_FIRST)
+
+
+def _is_cut(fault: Fault) -> bool:
+    return fault.strike is _cut
 
 
 def makes_no_sense(fault: Fault, state: str) -> str:
     """Return why there is no such cell; empty if there is one."""
     if fault in (MISSING, WRONG) and state != STARTING:
         return "a worker that is missing or unreachable is in no world: it concerns starts only"
+    if fault.is_first and state == STARTING:
+        return "the others wait for rank 0, which may be started again"
+    if fault.is_first and state in (JOINING, LEAVING):
+        return "rank 0 does not join"
     if fault.how and state in (IDLE, STARTING, JOINING):
         return "no method runs"
-    if fault is CUT and state == JOINING:
+    if _is_cut(fault) and state == JOINING:
         return "torch may start at the loopback address meanwhile, and the worker is refused"
     if fault is RAISE and state == LEAVING:
         return "its block has ended"
@@ -207,7 +225,8 @@ def play(fault: Fault, state: str, folder: Path) -> Verdict:
     processes.adopt()
     with contextlib.ExitStack() as stack:
         machines = stack.enter_context(contextlib.closing(Machines())) if fault.machines else None
-        members = stack.enter_context(contextlib.closing(Members(folder, machines)))
+        names = FIRST if fault.is_first else NAMES
+        members = stack.enter_context(contextlib.closing(Members(folder, machines, names)))
         acts = {STARTING: starting, JOINING: joining, LEAVING: leaving, STOPPING: stopping}
         act = acts.get(state, in_the_world)
         try:
@@ -241,6 +260,10 @@ def in_the_world(members: Members, fault: Fault, state: str, verdict: Verdict) -
     check_ends(fault, state, verdict, ends, struck)
     main.asks("prove")
     there = [main, b]
+    codes = {"main": 0, "b": 0, "a": fault.code}
+    if fault.is_first:
+        codes["c"] = 0
+        there.append(another_enters(members, verdict, struck))
     if fault.heal is not None or fault.how:
         if fault.heal is not None:
             fault.heal(members)
@@ -248,7 +271,19 @@ def in_the_world(members: Members, fault: Fault, state: str, verdict: Verdict) -
         verdict.expect(found == "HELLO", f"a, called after the fault, answered: {found}")
         there.append(a)
     part(there, verdict)
-    return {"main": 0, "b": 0, "a": fault.code}
+    return codes
+
+
+def another_enters(members: Members, verdict: Verdict, struck: float) -> Member:
+    """Let another process enter while rank 0 is dead, frozen or cut off."""
+    member = members.start("c", **JOINS)
+    member.tell("enter")
+    member.hears("in")
+    seconds = time.monotonic() - struck
+    bound = TAKEOVER + SLACK
+    if seconds > bound + NOISE:
+        verdict.wrong.append(f"the entry of another process took {seconds:.2f} s, not {bound:g} s")
+    return member
 
 
 def check_ends(
@@ -322,11 +357,11 @@ def stopping(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
     a.asks("await leaves")
     struck = time.monotonic()
     fault.strike(members)
-    if fault is CUT:
+    if _is_cut(fault):
         a.tell("leave")
         a.hears("leaves")
     bound = STOP + SLACK if fault.heal is not None else AT_ONCE
-    for member in [main, b, *([a] if fault is CUT else [])]:
+    for member in [main, b, *([a] if _is_cut(fault) else [])]:
         member.hears("left")
         verdict.took(time.monotonic() - struck, bound, f"leaving, for {member.name},")
         member.hears("rest")
@@ -337,7 +372,7 @@ def stopping(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
     for member in (main, b):
         # With a cut link `a` has reported its leave before.
         verdict.expect(
-            fault is CUT or "did not wait for a (" in member.errors(),
+            _is_cut(fault) or "did not wait for a (" in member.errors(),
             f"{member.name} did not say that it did not wait for a",
         )
     return {"main": 0, "b": 0, "a": fault.code}
@@ -418,7 +453,7 @@ def leaving(members: Members, fault: Fault, state: str, verdict: Verdict) -> dic
     main.asks("prove")
     if fault.heal is not None:
         fault.heal(members)
-    if fault is not KILL:
+    if fault.code != KILL.code:
         a.hears("left")
         a.hears("rest")
     part([main, b], verdict)

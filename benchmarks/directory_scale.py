@@ -6,6 +6,10 @@ join of one more, a death, a worker that leaves, and a while in which nothing ha
 notes when it learns of a change. Needs root on Linux.
 
     python -m benchmarks.directory_scale [--quick] [--sizes N ...]
+    python -m benchmarks.directory_scale --simulate [--sizes N ...] [--save FILE] [--before FILE]
+
+The second one needs no root: it simulates the workers of worlds of thousands, without sockets. A
+run with `--before` prints the ratio to the figures that another one has saved, of an older version.
 """
 
 import argparse
@@ -20,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,6 +33,7 @@ from aiorpc_torch._directory.directory import Directory
 from aiorpc_torch._directory.directory_server import DirectoryServer
 from aiorpc_torch._directory.directory_stream import encode
 
+from . import _directory_simulation as simulation
 from ._compare import lay_out, machine
 from ._hosts import Host, hosts
 from ._process import private_memory
@@ -250,6 +256,10 @@ def row(phase: Phase) -> tuple[str, ...]:
 
 def main(given: argparse.Namespace) -> None:
     """Print a row for each phase of each world."""
+    if given.simulate:
+        quick = simulation.QUICK if given.quick else simulation.SIZES
+        simulation.simulate(given.sizes or quick, given.save, given.before)
+        return
     phases: list[Phase] = []
     with hosts(HOSTS) as found:
         for size in given.sizes or (QUICK if given.quick else SIZES):
@@ -268,4 +278,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The cost of changes at rank 0.")
     parser.add_argument("--quick", action="store_true", help="small worlds only")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="numbers of workers")
+    parser.add_argument("--simulate", action="store_true", help="the directory alone")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save what was simulated")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="compare with what was saved")
     main(parser.parse_args())

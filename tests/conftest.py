@@ -38,6 +38,7 @@ pytest_plugins = ["pytest_aiorpc_torch", "pytester"]
 TIERS = {
     "integration": "worlds",
     "network": "network",
+    "cluster": "cluster",
     "gpu": "gpu",
     "examples": "examples",
 }

@@ -187,7 +187,8 @@ class Introductions:
         try:
             answer = await wrap_future(send(peer.member.info, entry_points.introduce, data))
         except Exception as exc:
-            raise classify_error(exc, peer.name) from None
+            address = self._members.address_elsewhere(peer)
+            raise classify_error(exc, peer.name, address) from None
         if isinstance(answer, RemoteFailure):
             answer.raise_()
         found = peer.introduction = load_introduction(answer)

@@ -10,15 +10,24 @@ from .registration import Registration
 
 
 class Member(NamedTuple):
-    """A process that is in the world, with the fields of `PeerInfo`."""
+    """A process that is in the world, as others reach it."""
 
-    name: str
-    rank: int
+    registration: Registration
     worker_id: int
     address: str
     device_maps: dict[str, dict[str, str]]
-    namespace: str
-    endpoint: str
+    digest: str
+    """Of its key. Any member may have to check that key one day."""
+
+    @property
+    def name(self) -> str:
+        """The name of its worker."""
+        return self.registration.name
+
+    @property
+    def rank(self) -> int:
+        """The rank of its worker."""
+        return self.registration.rank
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -43,10 +52,32 @@ class Register(_Message):
     """A secret of the process, with which it may connect again."""
 
 
-class Resume(_OfProcess):
-    """The first message of a process that connects again: its connection has ended."""
+class Resume(_Message):
+    """The first message of a process that connects again, perhaps to another directory."""
 
+    registration: Registration
+    worker_id: int
     key: str
+    entries: int
+    """The highest number of an entry that it knows of."""
+    is_member: bool
+    """Whether it has entered. Else the directory lets it enter, with this worker id."""
+    world: str
+
+
+class Known(_Message):
+    """The answer to `Recall`: what one member knows of a running world."""
+
+    entries: int
+    joins: int
+    first_ids: int
+    """The highest worker id of the start."""
+    members: Sequence[Member]
+    leaving: Sequence[str]
+    """Names of those that take no new calls."""
+    lost: Sequence[str]
+    """Names of those that this member has lost."""
+    world: str
 
 
 class Publish(_Message):
@@ -73,6 +104,10 @@ class GiveUp(_Message):
 
 class AskMissing(_Message):
     """A question which ranks are awaited: the answer is `Missing`."""
+
+
+class Greet(_Message):
+    """A question whether the directory is there: the answer is `Here`."""
 
 
 class Know(_Message):
@@ -102,10 +137,12 @@ class Exit(_Message):
     """The worker is ready to end its pipes when those ranks are: the answer is `Exited`."""
 
     ranks: Sequence[int]
+    is_full: bool = False
+    """Whether it waits for all members, in place of those ranks."""
 
 
 _AtStart = Register | Resume | Publish | Confirm | GiveUp | AskMissing
-FromWorker = _AtStart | Know | Verdict | Retire | Leave | Exit
+FromWorker = _AtStart | Known | Greet | Know | Verdict | Retire | Leave | Exit
 
 # ── of the directory ────────────────────────────────────────────────────────────────────────────
 
@@ -114,6 +151,8 @@ class Registered(_Message):
     """All workers of the start, in rank order."""
 
     registrations: Sequence[Registration]
+    world: str
+    """The id of the world, which it keeps when its directory moves."""
 
 
 class Entering(_Message):
@@ -123,6 +162,7 @@ class Entering(_Message):
     worker_id: int
     registrations: Sequence[Registration]
     """Of all members in rank order, its own one included."""
+    world: str
 
 
 class Members(_Message):
@@ -131,6 +171,8 @@ class Members(_Message):
     members: Sequence[Member]
     entering: Sequence[str] = ()
     """Names of further ones, for a worker that connects again: `Add` follows."""
+    coordinator: str = ""
+    """The worker that keeps the directory."""
 
 
 class Complete(_Message):
@@ -157,6 +199,20 @@ class Missing(_Message):
     """A text about those of them that had registered and have ended."""
 
 
+class Moved(_Message):
+    """Tells that a worker keeps the directory now; the members are those that are known."""
+
+    coordinator: str
+
+
+class Recall(_Message):
+    """A question what a member knows of its world: the answer is `Known`."""
+
+
+class Here(_Message):
+    """The answer to `Greet`."""
+
+
 class Add(_Message):
     """A process enters: the answer is `Know`."""
 
@@ -179,7 +235,7 @@ class Left(_OfProcess):
 
 
 class Ask(_OfProcess):
-    """A question to rank 0, whether that process is alive: the answer is `Verdict`."""
+    """A question to a member, whether that process is alive: the answer is `Verdict`."""
 
 
 class Exited(_Message):
@@ -187,7 +243,7 @@ class Exited(_Message):
 
 
 _ToStarting = Registered | Entering | Members | Complete | Failed | Ended | Missing
-ToWorker = _ToStarting | Add | Announce | Gone | Left | Ask | Exited
+ToWorker = _ToStarting | Moved | Recall | Here | Add | Announce | Gone | Left | Ask | Exited
 
 read_from_worker = reader(FromWorker)
 read_to_worker = reader(ToWorker)

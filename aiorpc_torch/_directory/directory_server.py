@@ -1,4 +1,4 @@
-"""The server of a directory, on an event loop of its own in a daemon thread of rank 0's process.
+"""The server of a directory, on an event loop of its own in a daemon thread of a worker's process.
 
 So an event loop of a user that is blocked delays no other worker. Until a connection has registered
 it has a small buffer and a time limit, and the number of such connections is limited. From then on
@@ -6,9 +6,11 @@ it speaks for its own worker only.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -16,26 +18,64 @@ from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import call_soon
+from .._aio.silence import end_when_silent
+from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import is_same_user
 from .directory import Directory
-from .directory_messages import Failed, FromWorker, Register, Resume, ToWorker, read_from_worker
+from .directory_messages import (
+    Failed,
+    FromWorker,
+    Known,
+    Recall,
+    Register,
+    Resume,
+    ToWorker,
+    read_from_worker,
+)
 from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
+from .record import Claim
 
 log = logging.getLogger("aiorpc_torch")
 
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
+MAX_KNOWN = 1 << 26  # bytes of one that is asked what it knows: it lists all members
 MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
 REGISTER_TIMEOUT = 5.0  # seconds
+RENEWALS = 4  # of the claim in the time of its lease
+RETRY_INTERVAL = 0.1  # seconds between two attempts to reach the place
 LOG_INTERVAL = 10.0  # seconds between two warnings about connections that were closed
 
 
 class DirectoryServer:
-    """The server of a new directory, at sockets that listen, until `close`. For any thread."""
+    """The server of a directory, at sockets that listen, until `close`. For any thread.
 
-    def __init__(self, world: str, listening: Sequence[socket.socket]) -> None:
+    With a `claim` it also ends once another worker has claimed the place. So it does if the place
+    is not reached for the lease, or if most members are not connected, perhaps beyond a cut link.
+
+    Args:
+        world: its id.
+        listening: the sockets.
+        claim: its record at a place that can be rewritten, None for a fixed address.
+        keeper, grace, known, numbers: as for `Directory`.
+
+    Attributes:
+        is_isolated: whether it has ended since most members were not connected.
+    """
+
+    def __init__(
+        self,
+        world: str,
+        listening: Sequence[socket.socket],
+        claim: Claim | None = None,
+        *,
+        keeper: str = "",
+        grace: float = 0.0,
+        known: Known | None = None,
+        numbers: tuple[int, int] = (0, 0),
+    ) -> None:
         self._world = world
         self._listening = listening
-        self._directory = Directory(self)
+        self._claim = claim
         self._numbers = itertools.count()
         self._streams: dict[int, Stream[FromWorker]] = {}
         self._unregistered: dict[int, asyncio.Task[None]] = {}  # oldest first
@@ -43,6 +83,9 @@ class DirectoryServer:
         self._next_warning = 0.0
         self._thread = LoopThread("aiorpc-directory", self._serve)
         self._loop = self._thread.loop
+        self._write_lock = asyncio.Lock()
+        self.is_isolated = False
+        self._directory = Directory(self, keeper, grace, known, numbers, world)
         self._thread.start()
 
     def connect(self) -> socket.socket:
@@ -57,7 +100,7 @@ class DirectoryServer:
 
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
-        self._thread.close(3 * LINGER)
+        self._thread.close(4 * LINGER)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -65,8 +108,10 @@ class DirectoryServer:
         acceptor = Acceptor("rank 0", self._start)
         for listening in self._listening:
             acceptor.add(listening)
-        await self._thread.closing.wait()
+        await self._renew()
         acceptor.close()
+        leaving = self._loop.create_task(self._leave_place())
+        await asyncio.wait((leaving,), timeout=LINGER)
         if self._directory.has_failed:
             # A worker may send before it reads of the failure. To a closed socket that is an error,
             # which takes what was not read away. So the workers close first.
@@ -77,6 +122,8 @@ class DirectoryServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._claim is not None and leaving.done():
+            self._claim.close()
 
     def _start(self, accepted: socket.socket) -> None:
         close_on_fork(accepted)
@@ -100,6 +147,9 @@ class DirectoryServer:
         if accepted.family == socket.AF_UNIX and not is_same_user(accepted):
             return
         stream = await open_stream(accepted, read_from_worker, MAX_REQUEST)
+        if self._claim is not None and accepted.family != socket.AF_UNIX:
+            # A link that is cut. Not a member whose event loop is blocked, or that is frozen.
+            end_when_silent(accepted, self._claim.lease)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 stream.write(greeting(self._world))
@@ -110,7 +160,7 @@ class DirectoryServer:
             self._streams[number] = stream
             if isinstance(message, Register):
                 log.info("%s has registered", message.registration)
-            while True:
+            while number in self._streams:  # else it was closed meanwhile
                 self._directory.receive(number, message)
                 message = await stream.receive()
         except (EOFError, OSError) as exc:  # also a TimeoutError
@@ -134,6 +184,8 @@ class DirectoryServer:
         data = encode(message)
         for number in connections:
             if (stream := self._streams.get(number)) is not None:
+                if isinstance(message, Recall):
+                    stream.limit = MAX_KNOWN
                 stream.write(data)
 
     def close_connection(self, connection: int) -> None:
@@ -144,6 +196,65 @@ class DirectoryServer:
     def call_later(self, seconds: float, step: Callable[[], None]) -> None:
         """Call `step` after that time."""
         self._loop.call_later(seconds, step)
+
+    def record(self, step: Callable[[], None]) -> None:
+        """Write the numbers at the place, then call `step`: not if another directory is there."""
+        if self._claim is None:
+            step()
+            return
+        task = self._loop.create_task(self._record(step))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ── the place ───────────────────────────────────────────────────────────────────────────────
+
+    async def _record(self, step: Callable[[], None]) -> None:
+        if await self._write():
+            step()
+
+    async def _renew(self) -> None:
+        """Wait until this server is closed. Renew the claim until then."""
+        pause = None if self._claim is None else self._claim.lease / RENEWALS
+        while not self._thread.closing.is_set():
+            try:
+                async with asyncio.timeout(pause):
+                    await self._thread.closing.wait()
+            except TimeoutError:
+                await self._write()
+                if self._directory.is_isolated:
+                    log.warning("the directory is cut off from most members, and moves")
+                    self.is_isolated = True
+                    self._thread.closing.set()
+
+    async def _write(self, *, is_closed: bool = False) -> bool:
+        """Renew the claim; return whether it is valid. If it is not, end this server."""
+        async with self._write_lock:
+            claim, reason = self._claim, "another worker has claimed its place"
+            assert claim is not None
+            while claim.is_valid(time.monotonic()):
+                renew = partial(claim.renew, time.monotonic(), *self._directory.numbers)
+                try:
+                    if await run_in_thread(partial(renew, is_closed=is_closed), "aiorpc-claim"):
+                        return True
+                    break
+                except (OSError, ValueError) as exc:
+                    reason = f"it does not reach its place: {exc}"
+                    await asyncio.sleep(RETRY_INTERVAL)
+            if not self._thread.closing.is_set():
+                log.warning("the directory ends, and moves to another worker: %s", reason)
+                self._thread.closing.set()
+            return False
+
+    async def _leave_place(self) -> None:
+        """Let another worker claim the place at once; if the world ends, leave none."""
+        if self._claim is None or not self._claim.is_valid(time.monotonic()):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if self._directory.is_needed:
+                await self._write(is_closed=True)
+            else:
+                async with self._write_lock:
+                    await run_in_thread(self._claim.clear, "aiorpc-claim")
 
 
 async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:

@@ -50,7 +50,11 @@ def encode(message: Any) -> bytes:
 
 
 class Stream(Generic[M]):
-    """A connected stream. Use `open_stream`."""
+    """A connected stream. Use `open_stream`.
+
+    Attributes:
+        limit: bytes of a message that is received.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,8 @@ class Stream(Generic[M]):
         read: Callable[[bytes], M],
         limit: int,
     ) -> None:
-        self._reader, self._writer, self._read, self._limit = reader, writer, read, limit
+        self._reader, self._writer, self._read = reader, writer, read
+        self.limit = limit
 
     @property
     def is_open(self) -> bool:
@@ -97,7 +102,7 @@ class Stream(Generic[M]):
             EOFError, OSError: if the connection ends.
         """
         [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-        if length > self._limit:
+        if length > self.limit:
             raise ValueError(f"a message of {length} bytes")
         return self._read(await self._reader.readexactly(length))
 

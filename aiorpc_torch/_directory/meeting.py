@@ -1,13 +1,15 @@
-"""The place at which the workers of a world find the directory of rank 0.
+"""The place at which the workers of a world find its directory.
 
-`tcp://host:port`, or MASTER_ADDR and MASTER_PORT: a store of torch, its TCPStore, into which rank 0
-writes its address. Under torchrun its agent has the store, else rank 0's process. There
-`init_process_group` shares it, whichever of the two is first. With TLS the directory itself listens
-at that address. `file:///path`: rank 0 writes its address into a file beside that path.
-`unix://name`: an abstract Unix socket, for worlds on one machine.
+`tcp://host:port`, or MASTER_ADDR and MASTER_PORT: a store of torch, its TCPStore, in rank 0's
+process, which writes the address of the directory into it. There `init_process_group` shares it,
+whichever of the two is first. With TLS the directory itself listens at that address. `unix://name`:
+an abstract Unix socket, for worlds on one machine. There the directory is always at rank 0.
 
-An address that was written has the random id of its world, which the directory's greeting confirms.
-So the address of a run that has ended is not taken for that of a new one.
+`file:///path`, the store of torchrun's agent, and etcd can be rewritten when the directory moves:
+see `record`.
+
+An address that was written has the random id of its directory, which the greeting confirms. So the
+address of a run that has ended is not taken for that of a new one.
 """
 
 import contextlib
@@ -30,8 +32,11 @@ from .._port.port import Port
 from .._torch.compat import TCPStore
 from .._torch.store import NoStoreError, StoreClient
 from .._wire.handshake import network_namespace
-from .._wire.plain import dump, reader
+from .._wire.plain import dump
 from .directory_stream import NoDirectoryError
+from .etcd_value import EtcdValue, is_etcd_url
+from .record import Claim, Record, claim_place, read_record
+from .shared_values import FileValue, SharedValue, StoreValue
 
 T = TypeVar("T")
 
@@ -44,26 +49,37 @@ _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 RETRY_INTERVAL = 0.05  # seconds between two attempts
 
 
-class Published(NamedTuple):
-    """An address of a directory, as rank 0 writes it."""
+class Seen(NamedTuple):
+    """The value at a place, and the record that it is."""
+
+    value: bytes | None
+    record: Record | None
+
+
+_NOTHING = Seen(None, None)
+
+
+class Connected(NamedTuple):
+    """A connection to a directory, whose id is "" if any will do."""
 
     world: str
-    namespace: str
-    """Network namespace in which its abstract Unix socket is reached."""
-    host: str
-    """Address for other namespaces, "" for that of the store."""
-    port: int
-    """Port for other namespaces, 0 if it listens at none."""
+    sockets: list[socket.socket]
 
 
-_read_published = reader(Published)
+class Listening(NamedTuple):
+    """The sockets of a new directory, its id, and its claim if the place can be rewritten."""
+
+    world: str
+    sockets: list[socket.socket]
+    claim: Claim | None = None
 
 
 class Meeting:
     """The place of `init_method`. Methods block, for some seconds at most.
 
     Args:
-        init_method: the URL, or `env://` for MASTER_ADDR and MASTER_PORT.
+        init_method: the URL, or `env://` for MASTER_ADDR and MASTER_PORT. That of etcd needs its
+            extra: an ImportError says so.
         interface: rank 0's network interface, if it is known.
 
     Attributes:
@@ -73,23 +89,36 @@ class Meeting:
 
     def __init__(self, init_method: str, interface: str | None = None) -> None:
         self.port: Port | None = None
-        self._url = urlparse(init_method)
+        self._etcd = EtcdValue(init_method) if is_etcd_url(init_method) else None
+        self._url = urlparse("etcd:" if self._etcd is not None else init_method)
+        self._init_method = init_method
         self._interface = interface
         self._store: TCPStore | None = None  # of this process
         self._listening: socket.socket | None = None  # of the store: its descriptor
-        self._client: StoreClient | None = None  # connected, until rank 0 has written
-        self._world = ""  # that this process has published
         is_fixed = self._url.scheme == "tcp"
         host, port = (self._url.hostname, self._url.port) if is_fixed else (None, None)
-        self._is_in_environment = self._url.scheme not in ("file", "unix") and port is None
+        self._is_in_environment = self._url.scheme not in ("file", "unix", "etcd") and port is None
         if self._is_in_environment:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._address = host or "", port or 0
         self._has_agent = (
             self._is_in_environment and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )
+        self._value = self._shared_value()
+
+    def _shared_value(self) -> SharedValue | None:
+        match self._url.scheme:
+            case "file":
+                return FileValue(Path(self._url.path + ".rank0"))
+            case "etcd":
+                return EtcdValue(self._init_method)
+            case "unix":
+                return None
+        return StoreValue(_KEY, lambda: StoreClient(_connect_tcp(self._address)))
 
     def __str__(self) -> str:
+        if self._etcd is not None:
+            return str(self._etcd)  # without a password
         if self._url.scheme in ("file", "unix"):
             return self._url.geturl()
         host, port = self._address
@@ -118,25 +147,64 @@ class Meeting:
         A store of torch is neither encrypted nor asks for a certificate.
         """
         has_tls = self.port is not None and self.port.tls is not None
-        is_published = self._url.scheme == "file" or self._has_agent
-        return self._url.scheme == "unix" or (has_tls and not is_published)
+        return self._url.scheme == "unix" or (has_tls and not self.is_movable)
+
+    @property
+    def is_movable(self) -> bool:
+        """Return whether another worker than rank 0 can keep the directory."""
+        return self._url.scheme in ("file", "etcd") or self._has_agent
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether it is for a world whose other workers end with rank 0."""
+        return self._url.scheme == "unix"
+
+    def is_here(self, record: Record) -> bool:
+        """Return whether its directory is reached by a Unix socket, which ends with its process."""
+        return bool(record.namespace) and record.namespace == network_namespace()
 
     # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────
 
-    def listen(self) -> tuple[str, list[socket.socket]]:
-        """Return the id of a new world, and the sockets at which its directory listens.
+    def listen(self, holder: str, lease: float = 0.0, seen: Seen = _NOTHING) -> Listening | None:
+        """Return the sockets of a new directory; None if another one was quicker.
+
+        Args:
+            holder: name of the worker that keeps it.
+            lease: seconds for which its record stands, if the place can be rewritten.
+            seen: what is there.
 
         Raises:
             OSError: if another program has the address.
         """
-        self._world = secrets.token_hex(16)
+        world = secrets.token_hex(16)
         if self._url.scheme == "unix":
-            return self._world, [self._retry(lambda: _listen_unix(self._url.netloc))]
+            return Listening(world, [self._retry(lambda: _listen_unix(self._url.netloc))])
         if self._is_direct:
-            return self._world, [self._retry(lambda: network.listen(self.host, self._address[1]))]
-        if self._url.scheme != "file" and not self._has_agent:
+            listen = lambda: network.listen(self.host, self._address[1])  # noqa: E731
+            return Listening(world, [self._retry(listen)])
+        if not self.is_movable:
             self._store = self._retry(self._open_store)
-        listening = [_listen_unix(self._world)]
+        sockets = [_listen_unix(world)]
+        try:
+            record = self._record(world, holder, lease, sockets)
+            if self._store is not None:
+                self._store.set(_KEY, dump(record).hex())
+                return Listening(world, sockets)
+            value = self._shared_value()  # for the thread of the directory
+            assert value is not None
+            claim = claim_place(value, seen.value, seen.record, record, time.monotonic())
+        except BaseException:
+            _close(sockets)
+            raise
+        if claim is None:
+            _close(sockets)
+            return None
+        return Listening(world, sockets, claim)
+
+    def _record(
+        self, world: str, holder: str, lease: float, sockets: list[socket.socket]
+    ) -> Record:
+        """Return the record of a directory, which listens for other machines too if it has to."""
         host, port = "", 0
         interface = self._interface or network.interface_towards(self.host)
         if self.port is not None:
@@ -144,13 +212,12 @@ class Meeting:
                 host, port = self.port.host, self.port.number
         elif self._store is not None:
             if not network.is_loopback_host(self.host or ""):
-                listening.append(network.listen(self.host, 0))
-                port = listening[-1].getsockname()[1]
+                sockets.append(network.listen(self.host, 0))
+                port = sockets[-1].getsockname()[1]
         elif address := network.own_address(interface):
-            listening.append(network.listen(address, 0))
-            host, port = listening[-1].getsockname()[:2]
-        self._publish(dump(Published(self._world, network_namespace(), host, port)))
-        return self._world, listening
+            sockets.append(network.listen(address, 0))
+            host, port = sockets[-1].getsockname()[:2]
+        return Record(world, holder, network_namespace(), host, port, lease)
 
     def _retry(self, listen: Callable[[], T]) -> T:
         """Listen, as soon as the last world there has closed."""
@@ -191,57 +258,64 @@ class Meeting:
         own = listening.getsockname()[0]
         return _torch_store(own, port, is_master=True, master_listen_fd=listening.fileno())
 
-    def _publish(self, data: bytes) -> None:
-        if self._url.scheme != "file":
-            store = self._store or _torch_store(*self._address, is_master=False)
-            store.set(_KEY, data.hex())
-            return
-        # In one step: another process reads all of it, or what was there before.
-        new = self._file().with_name(f"{self._file().name}.{self._world}")
-        new.write_bytes(data)
-        new.replace(self._file())
-
     def withdraw(self) -> None:
-        """Remove the address, which no directory has any more.
+        """Let go of the store, and of connections.
 
-        A store goes on for a process group that shares it, with an address that is out of date.
+        The store goes on for a process group that shares it, with an address that is out of date.
         """
-        if self._url.scheme == "file" and self._world:
-            with contextlib.suppress(OSError, ValueError):
-                if _read_published(self._file().read_bytes()).world == self._world:
-                    self._file().unlink()
         if self._listening is not None:
             self._listening.detach()
-        if self._client is not None:
-            self._client.close()
-        self._store = self._listening = self._client = None
+        self._store = self._listening = None
+        if self._value is not None:
+            self._value.close()
 
     # ── the others ──────────────────────────────────────────────────────────────────────────────
 
-    def connect(self) -> tuple[str, list[socket.socket]]:
-        """Return the id of the world, "" if any will do, and a socket that is connected.
+    def look(self) -> Seen:
+        """Return the record at the place.
+
+        Raises:
+            OSError: if the place is not reached.
+            NoDirectoryError: if another program listens there.
+        """
+        assert self._value is not None
+        try:
+            value = self._value.read()
+        except NoStoreError as exc:
+            raise NoDirectoryError.of(exc.first) from exc
+        try:
+            return Seen(value, None if value is None else read_record(value))
+        except ValueError:  # of another version, or another program
+            return Seen(value, None)
+
+    def connect(self) -> Connected:
+        """Return a connection to the directory.
 
         Raises:
             OSError: if no directory listens.
             NoDirectoryError: if another program does.
         """
         if self._url.scheme == "unix":
-            return "", [_connect_unix(self._url.netloc)]
+            return Connected("", [_connect_unix(self._url.netloc)])
         if self._is_direct:
-            return "", [_connect_tcp(self._address)]
-        found = self._read()
-        if found.namespace and found.namespace == network_namespace():
-            return found.world, [_connect_unix(found.world)]
-        if not found.port:
-            raise OSError("rank 0 listens on its own machine only")
-        return found.world, [_connect_tcp((found.host or self._address[0], found.port))]
+            return Connected("", [_connect_tcp(self._address)])
+        record = self.look().record
+        if record is None:
+            raise OSError("rank 0 has not written its address yet")
+        return self.dial(record)
 
-    def _read(self) -> Published:
-        data = self._file().read_bytes() if self._url.scheme == "file" else self._read_store()
-        try:
-            return _read_published(data)  # type: ignore[no-any-return]
-        except ValueError as exc:
-            raise OSError(f"no address of rank 0: {exc}") from exc
+    def dial(self, record: Record) -> Connected:
+        """Return a connection to the directory of a record. Raises OSError as `connect`."""
+        if record.is_closed:
+            raise OSError(f"worker {record.holder!r} kept it, and has left; another one takes over")
+        if self.is_here(record):
+            return Connected(record.world, [_connect_unix(record.world)])
+        if not record.port:
+            raise OSError(
+                f"worker {record.holder!r}, which keeps it, listens on its own machine only"
+            )
+        address = record.host or self._address[0], record.port
+        return Connected(record.world, [_connect_tcp(address)])
 
     def refuse_store(self) -> None:
         """Raise an error if a store is in place of a directory with TLS, which does not answer."""
@@ -254,34 +328,17 @@ class Meeting:
                     "process group of torch.distributed another address"
                 )
 
-    def _read_store(self) -> bytes:
-        client, self._client = self._client or StoreClient(_connect_tcp(self._address)), None
-        try:
-            found = client.read(_KEY)
-        except NoStoreError as exc:
-            client.close()
-            raise NoDirectoryError.of(exc.first) from exc
-        except TimeoutError:
-            self._client = client  # which goes on to wait
-            raise
-        except OSError:
-            client.close()
-            raise
-        if found is None:
-            self._client = client  # it will be asked again
-            raise OSError("rank 0 has not written its address yet")
-        client.close()
-        return bytes.fromhex(found.decode())
-
-    def _file(self) -> Path:
-        return Path(self._url.path + ".rank0")
-
 
 def _torch_store(host: str, port: int, *, is_master: bool, **options: Any) -> TCPStore:
     if not is_master:  # torch's own wait takes up to twice its timeout, and prints frames
         _connect_tcp((host, port)).close()
     options |= {"timeout": timedelta(seconds=_CONNECT_TIMEOUT), "wait_for_workers": False}
     return TCPStore(host, port, None, is_master, multi_tenant=True, **options)
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _listen_unix(name: str) -> socket.socket:

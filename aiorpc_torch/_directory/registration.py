@@ -75,13 +75,18 @@ def assign_worker_ids(registrations: Sequence[Registration]) -> list[int]:
 
     Every worker computes the same ids. If two processes have one id, the lower rank keeps it.
     """
-    ids: dict[int, int] = {}
+    kept: dict[int, int] = {}  # ranks by the ids of their processes
     for each in registrations:
-        if each.worker_id is not None and each.worker_id not in ids.values():
-            ids[each.rank] = each.worker_id
-    free = [each for each in range(2 * len(registrations)) if each not in ids.values()]
+        if each.worker_id is not None:
+            kept.setdefault(each.worker_id, each.rank)
+    ids = {rank: worker_id for worker_id, rank in kept.items()}
+    free = dict.fromkeys(each for each in range(2 * len(registrations)) if each not in kept)
     for each in registrations:
-        if each.rank not in ids:
-            ids[each.rank] = each.rank if each.rank in free else free[-1]
-            free.remove(ids[each.rank])
+        if each.rank in ids:
+            continue
+        if each.rank in free:
+            del free[each.rank]
+            ids[each.rank] = each.rank
+        else:
+            ids[each.rank], _ = free.popitem()  # the highest
     return [ids[each.rank] for each in registrations]

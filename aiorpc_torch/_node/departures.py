@@ -1,14 +1,14 @@
 """Departures: what the peers of a worker do, and waits until they serve or have left.
 
-The workers of a world report to one of them, the coordinator, which is rank 0. A worker that waits
-sends one request, and the coordinator answers it when the goal is reached: no request is sent while
-nothing happens, and their number is linear in the workers. The coordinator alone watches those that
-are awaited; the others watch the coordinator.
+The workers of a world report to one of them, the coordinator, which keeps the directory. One that
+waits sends one request, and the coordinator answers it when the goal is reached: no request is sent
+while nothing happens, and their number is linear in the workers. The coordinator alone watches
+those that are awaited; the others watch the coordinator.
 
-Without a coordinator (in a world of `init_rpc`, and after rank 0 has died) the workers ask each
-other, every second. There two rounds of answers must agree: a peer that served with the same report
-in both also did so between them, and so did all others. (`Waits` has the rule and its
-reason.) A lost peer is not waited for; its replacement process is, as any live one.
+Without a coordinator (in a world of `init_rpc`, and until another worker keeps the directory) the
+workers ask each other, every second. There two rounds of answers must agree: a peer that served
+with the same report in both also did so between them, and so did all others. (`Waits` has the rule
+and its reason.) A lost peer is not waited for; its replacement process is, as any live one.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class Departures:
     probe: Callable[[str], None]
     """Asks whether a peer lives."""
     has_coordinator: bool
-    """Whether rank 0 is one."""
+    """Whether the worker that keeps the directory is one."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -95,11 +95,24 @@ class Departures:
         self._is_leaving = self._is_closed = False
         self._has_ended = False  # all have left
         self._attendant: asyncio.Task[None] | None = None
+        self._asked: set[asyncio.Future[Any]] = set()  # requests that wait for a goal
 
     @property
     def coordinator(self) -> str | None:
         """Return the name of the coordinator, None without one."""
-        return self.members.workers[0].name if self.has_coordinator else None
+        return self.members.coordinator if self.has_coordinator else None
+
+    def move(self, coordinator: str) -> None:
+        """Let another worker be the coordinator. All that wait ask there, with what they do."""
+        self.members.coordinator = coordinator
+        if (peer := self.members.peers.get(coordinator)) is not None:
+            peer.is_open = True
+        for each in self.members.peers.values():
+            each.loss_there = ""
+        if coordinator != self.members.name:
+            self._waits.end_all()
+        for future in [*self._asked]:
+            _fail(future, LookupError("another worker is the coordinator"))
 
     def left(self) -> set[str]:
         """Return the peers that have left, as far as this worker knows."""
@@ -245,6 +258,9 @@ class Departures:
         timeout = request.patience + (ANSWER_MARGIN if request.patience else MESSAGE_TIMEOUT)
         try:
             future = self._send(peer, request)
+            if request.patience:
+                self._asked.add(future)
+                future.add_done_callback(self._asked.discard)
             with self.pool.watching_peers({peer}, functools.partial(_fail, future)):
                 async with asyncio.timeout(timeout):
                     answer = _read_answer(await future)

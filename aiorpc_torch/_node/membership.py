@@ -33,7 +33,14 @@ from .._peers.peers import (
 from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.compat import RawFuture
-from .._torch.transport import classify_error, ping, send, when_done, wrap_future
+from .._torch.transport import (
+    REACH_REMEDY,
+    classify_error,
+    ping,
+    send,
+    when_done,
+    wrap_future,
+)
 from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost
 
 if TYPE_CHECKING:
@@ -310,9 +317,14 @@ class Membership:
         for peer in silent:
             self._ping(peer)
         for peer, seconds in lost:
-            error = WorkerLost(peer.name, f"no sign of life for {seconds:.3g} s")
-            self.report(peer, Event.LOSS, error)
+            self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
         self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
+
+    def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:
+        text = f"no sign of life for {seconds:.3g} s"
+        if peer.last_heard < 0 and (address := self._peers.address_elsewhere(peer)):
+            text = f"{text}, nor any before, at {address}. {REACH_REMEDY}"
+        return WorkerLost(peer.name, text)
 
     def _ping(self, peer: Peer) -> None:
         self._node.ping(peer.name)
@@ -338,7 +350,7 @@ class Membership:
     def on_unreachable(self, peer: Peer, exc: BaseException) -> None:
         """Note that a ping has failed: the peer is lost; a child that ends is, with its reason."""
         if self.is_open:  # else the supervisor ends the children
-            error = classify_error(exc, peer.name)
+            error = classify_error(exc, peer.name, self._peers.address_elsewhere(peer))
             is_exit = isinstance(error, WorkerLost) and self._is_exiting(peer.name)
             self.report(peer, Event.EXIT if is_exit else Event.LOSS, error)
 

@@ -304,6 +304,7 @@ class Peers:
         name: this worker.
         workers: every worker by its name, and by its rank; this one too, which is always alive.
         peers: the others by name.
+        coordinator: the worker that keeps the directory, as far as this one knows.
     """
 
     def __init__(
@@ -313,6 +314,7 @@ class Peers:
         self.workers: dict[str | int, Peer] = {}
         self.peers: dict[str, Peer] = {}
         self.is_attached = is_attached
+        self.coordinator = ""
         self._gone: deque[Peer] = deque()
         self._last_check = float("-inf")
         for member in members:
@@ -379,6 +381,12 @@ class Peers:
         every = [(each.name, each.error) for each in [*self.peers.values()] if each.is_lost]
         return {name: error for name, error in every if error is not None}
 
+    def address_elsewhere(self, peer: Peer) -> str:
+        """Return the address of a peer in another network namespace, "" of one in this one."""
+        member, own = peer.member, self.own.member.namespace
+        is_here = bool(own) and member.namespace == own
+        return "" if is_here else member.endpoint or member.address
+
     def device_maps(self) -> "dict[str, NamedDeviceMaps]":
         """Return the device maps of each worker."""
         return {name: self.workers[name].member.device_maps for name in self.names()}
@@ -406,6 +414,8 @@ class Peers:
         self.workers[peer.name] = self.workers[peer.rank] = peer
         if peer.name != self.name:
             self.peers[peer.name] = peer
+        if peer.rank == 0 and not self.coordinator:
+            self.coordinator = peer.name
         return peer
 
     def replace(self, member: "PeerInfo") -> list[Effect]:

@@ -149,13 +149,16 @@ class Agent:
         """Add a peer to torch's table. Callable from any thread."""
         if peer.name == self._name:
             return
-        if self._maps.get(peer.name) != peer.device_maps:  # of a replacement process
+        if self._maps.get(peer.name, {}) != peer.device_maps:  # of a replacement process
             self._maps[peer.name] = peer.device_maps
             self.routes = DeviceRoutes.for_worker(self._name, self._maps)
             _init_cuda(self.routes)
         address = peer.address if self._routes is None else self._routes.address_of(peer)
         self._store.set(f"addrs/{peer.name}", address)
-        maps = {**self.routes.answers}
+        # The maps of all peers at each one's addition would be quadratic work: torch keeps those
+        # that it has. (tests/unit/torch/test_agent.py)
+        answers = self.routes.answers.get(peer.name)
+        maps = {} if answers is None else {peer.name: answers}
         self._agent._update_group_membership(peer.info, self.routes.used, maps, True)
         worker_names().add(peer.name)  # for torch's own gathering among all workers
 

@@ -1,4 +1,4 @@
-"""A key of torch's TCPStore, read within a time limit.
+"""A key of torch's TCPStore, read and swapped within a time limit.
 
 torch's own client waits without a limit for a server that accepts connections and does not answer.
 If a connection ends, it prints C++ frames. (2.13 to 2.15; tests/torch_facts/test_store.py)
@@ -24,37 +24,57 @@ class NoStoreError(ValueError):
 
 
 class StoreClient:
-    """A client of the store at the other end of a connection, which has a timeout."""
+    """A client of the store at the other end of a connection, which has a timeout.
+
+    After a `TimeoutError` a method may be called again, and goes on to wait: a store may look up
+    the names of its clients first, which takes long where no name server answers.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._connected = connected
         self._preface = struct.pack("=BI", _VALIDATE, _MAGIC)
-        self._has_asked = False
+        self._asked: list[bytes] = []  # what is not answered
         self._received = b""
 
     def read(self, key: str) -> bytes | None:
         """Return the value of a key, None if there is none.
 
-        After a `TimeoutError` it may be called again, and goes on to wait: a store may look up the
-        names of its clients first, which takes long where no name server answers.
-
         Raises:
             NoStoreError: if another program answers.
             OSError: if the connection ends, or nothing answers in time.
         """
-        if not self._has_asked:
-            # `get` would wait for the key, in the server too.
-            fields = ((_PREFIX + key).encode(), _ABSENT, _ABSENT)
-            request = b"".join(_LENGTH.pack(len(each)) + each for each in fields)
+        # `get` would wait for the key, in the server too.
+        value = self.swap(key, _ABSENT, _ABSENT)
+        return None if value == _ABSENT else value
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bytes:
+        """Write `new` if the value of a key is `old`, "" for none; return the value after that.
+
+        If there is none and `old` is not "", nothing is written, and torch returns `old`.
+
+        Raises:
+            NoStoreError, OSError: as `read`. The value may have been written.
+        """
+        fields = ((_PREFIX + key).encode(), old, new)
+        request = b"".join(_LENGTH.pack(len(each)) + each for each in fields)
+        if request not in self._asked:
             self._connected.sendall(self._preface + bytes([_COMPARE_SET]) + request)
-            self._preface, self._has_asked = b"", True
+            self._preface = b""
+            self._asked.append(request)
+        while True:
+            answered, value = self._asked[0], self._receive_value()
+            del self._asked[0]
+            if answered == request:
+                return value
+
+    def _receive_value(self) -> bytes:
         size = _LENGTH.size
         if not self._receive(size) or (length := _LENGTH.unpack(self._received[:size])[0]) > _MAX:
             raise NoStoreError(self._received)
         if not self._receive(size + length):
             raise ConnectionResetError("the connection has ended")
-        value, self._received, self._has_asked = self._received[size:], b"", False
-        return None if value == _ABSENT else value
+        value, self._received = self._received[size:], b""
+        return value
 
     def _receive(self, size: int) -> bool:
         """Wait for so many bytes; return False if the connection ends after some."""

@@ -42,6 +42,14 @@ _OWN_END = (
     "RPC has not been initialized",
 )
 
+# libuv's texts for an attempt to connect that fails.
+_NO_CONNECTION = ("connection refused", "host is unreachable", "connection timed out")
+
+REACH_REMEDY = (
+    "If it runs, give it the interface= (or AIORPC_INTERFACE) at which the others reach it, and "
+    "open its ports"
+)
+
 T = TypeVar("T")
 
 _Callback = Callable[["Future[Any]"], None]
@@ -161,11 +169,12 @@ def is_own_end(text: str) -> bool:
     return any(each in text for each in _OWN_END)
 
 
-def classify_error(exc: BaseException, worker: str) -> RpcError:
+def classify_error(exc: BaseException, worker: str, address: str = "") -> RpcError:
     """Return the error for torch's RuntimeError about a message to `worker`.
 
     Our own functions reply with envelopes and never raise, so this is an error of the transport.
     The text of each broken pipe names the TensorPipe source file that found it, which is left out.
+    With an address it names that if no connection was made, and the remedy.
     """
     text = safe_str(exc).strip()
     first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
@@ -173,6 +182,8 @@ def classify_error(exc: BaseException, worker: str) -> RpcError:
         return NotInWorld("torch's RPC of this process has ended")
     if "tensorpipe/" in first:
         cause = first.partition(" (")[0].rpartition(": ")[2]
+        if address and cause in _NO_CONNECTION:
+            return WorkerLost(worker, f"no connection to {address}: {cause}. {REACH_REMEDY}")
         return WorkerLost(worker, f"its connection has ended: {cause}")
     if "RPC has not been initialized" in text:
         return WorkerLost(worker, "torch's RPC has ended in its process")

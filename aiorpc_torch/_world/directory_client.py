@@ -1,9 +1,10 @@
 """A worker's connection to the directory, from its registration to its exit.
 
-Rank 0's process has the directory too. Its own worker is connected to it like any other.
+The worker that keeps the directory is connected to it like any other.
 
-A connection that ends although rank 0 lives is opened again: its link was cut. When the directory
-ends, its rank 0 has ended. The others go on without it: none can enter then.
+A connection that ends is opened again: its link was cut, or the directory has moved. At a place
+that can be rewritten, the living worker with the lowest rank makes a directory in place of one that
+has ended. At a fixed address the workers wait for a replacement process of rank 0.
 """
 
 import asyncio
@@ -11,8 +12,10 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._aio.fork import close_on_fork
 from .._aio.threads import run_in_thread
@@ -28,8 +31,10 @@ from .._directory.directory_stream import (
     greeting,
     open_stream,
 )
-from .._directory.meeting import RETRY_INTERVAL, Meeting
+from .._directory.meeting import RETRY_INTERVAL, Connected, Listening, Meeting, Seen
+from .._directory.record import MIN_LEASE, Record, Watch
 from .._directory.registration import Registration
+from .._directory.view import View
 from .._peers.peers import Event
 from .._port.port import Port
 from .._port.purposes import DIRECTORY
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("aiorpc_torch")
 
 M = TypeVar("M", bound=ToWorker)
-_Sockets = tuple[str, list[socket.socket]]
+T = TypeVar("T")
 
 WORLD_TASK = "aiorpc-directory"
 """Name of the task that follows the changes of a world until it is left."""
@@ -54,9 +59,17 @@ MAX_ANSWER = 1 << 30  # bytes of a message of the directory: it lists all member
 LOG_INTERVAL = 10.0  # seconds between two log lines about missing ranks
 ANSWER_GRACE = 0.5  # seconds beyond the timeout for the directory to say which ranks are missing
 GREETING_TIMEOUT = 5.0  # seconds
-MAX_PAUSE = 30.0  # seconds between two attempts to connect again
+RESUME_TIMEOUT = 1.0  # the same of a directory that a member knows: it may be frozen
+MAX_PAUSE = 0.4  # seconds between two attempts to connect again
+GRACE_ALONE = 0.5  # seconds for members of a running world to find a rank 0 that starts alone
+GRACE_OF_JOINED = 2.0  # the same at a place whose last directory had workers that had joined
+SILENT_LOOKS = 2  # after which a directory that does not answer is taken for frozen
+RETIRE_TIMEOUT = 0.3  # seconds for the directory to answer: else the others are told otherwise
 CANCEL_TIMEOUT = 1.0  # seconds for an attempt to connect to end
 PING_TIMEOUT = 3.0  # seconds for a process to prove that it is alive
+
+
+_REFUSED = (ConnectionRefusedError, FileNotFoundError)
 
 
 class _DirectoryEndedError(Exception):
@@ -66,7 +79,12 @@ class _DirectoryEndedError(Exception):
 class DirectoryClient:
     """The connection of the worker of a registration, on the loop that it is used on.
 
-    The `port` is that of a worker which has one for all purposes.
+    Args:
+        port: of a worker that has one for all purposes.
+        lease: seconds for which a directory of this worker is valid unless it says more.
+
+    Attributes:
+        coordinator: the worker that keeps the directory.
     """
 
     def __init__(
@@ -75,21 +93,31 @@ class DirectoryClient:
         registration: Registration,
         timeout: float,
         port: Port | None = None,
+        lease: float = MIN_LEASE,
     ) -> None:
         self._port = port
+        self._lease = lease
+        self.coordinator = ""
         self.registration = registration
         self.host = meeting.host
         self._meeting = meeting
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.time() + timeout
-        self._attempt: asyncio.Future[_Sockets] | None = None
+        self._attempt: asyncio.Future[Any] | None = None
         self._server: DirectoryServer | None = None
         self._stream: Stream[ToWorker] | None = None
+        self._published: wire.Publish | None = None
+        self._view = View()
+        self._watch = Watch()
+        self._worker_id = -1
+        self._has_heard = False  # since the last look
+        self._was_isolated = False  # the directory that was here: most members were cut off
+        self._answered = asyncio.Event()  # a message has come
+        self._is_exiting = self._is_closed = self._has_retired = False
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._key = self._world = ""
-        self._pause_of_resume = RETRY_INTERVAL
+        self._key = ""
         self._entered: asyncio.Future[Sequence[str]] = self._loop.create_future()
         self._exited = asyncio.Event()
 
@@ -117,6 +145,8 @@ class DirectoryClient:
                 await self._pause(exc)
             else:
                 assert isinstance(answer, wire.Registered | wire.Entering), answer
+                if isinstance(answer, wire.Entering):
+                    self._note_numbers(answer)
                 return answer
 
     async def publish(self, address: str, maps: NamedDeviceMaps, reaches: bool) -> list[PeerInfo]:
@@ -125,9 +155,23 @@ class DirectoryClient:
         Raises:
             WorldTimeout: if registered ranks did not start in time; it names them.
         """
-        self._send(wire.Publish(address, maps, reaches))
-        members = (await self._await(wire.Members)).members
-        return [PeerInfo(*each) for each in members]
+        self._published = wire.Publish(address, maps, reaches)
+        self._send(self._published)
+        while True:
+            try:
+                message = await self._receive()
+            except _DirectoryEndedError as exc:
+                if not self.registration.entry:
+                    raise self._given_up() from exc
+                await self._enter_again(exc)  # the directory has moved: so does this entry
+                continue
+            if isinstance(message, wire.Members):
+                members = [_peer_info(each) for each in message.members]
+                own = (each for each in members if each.name == self.registration.name)
+                self._worker_id = next(own).worker_id
+                return members
+            assert isinstance(message, wire.Entering), message
+            self._send(self._published)
 
     async def confirm(self, unreachable: Sequence[int], text: str) -> None:
         """Confirm that this worker reaches all others, and wait until all have confirmed.
@@ -143,28 +187,96 @@ class DirectoryClient:
         self._send(wire.GiveUp("before it was stopped"))
 
     async def _connect(self) -> Stream[ToWorker]:
-        """Connect to the directory; rank 0 makes it."""
+        """Connect to the directory; rank 0 makes it, unless there is one."""
         await self._disconnect()
-        if self.registration.rank == 0:
-            world, listening = await self._in_thread(self._meeting.listen)
-            self._server = self._serve(world, listening)
-            return await self._greet(world, self._server.connect(), self._first_message())
+        timeout = RESUME_TIMEOUT
         while True:
             try:
-                return await self._dial(self._first_message())
+                if self.registration.rank == 0 and not self.registration.joined:
+                    return await self._open_directory(timeout)
+                return await self._dial(self._first_message(), timeout=timeout)
             except TlsError as exc:
                 raise ValueError(f"no connection to rank 0: {exc}") from exc
             except (OSError, EOFError) as exc:
+                if self.registration.rank == 0 and (
+                    isinstance(exc, FileNotFoundError | PermissionError)
+                    or not self._meeting.is_movable  # another process listens there
+                ):
+                    raise
                 await self._pause(exc)
+                # A frozen one answers never; one with thousands of workers that start, late.
+                timeout = min(2 * timeout, GREETING_TIMEOUT)
 
-    def _serve(self, world: str, listening: list[socket.socket]) -> DirectoryServer:
-        if self._port is None:
-            return DirectoryServer(world, listening)
-        at_port = [each for each in listening if self._is_through_port(each)]
-        server = DirectoryServer(world, [each for each in listening if each not in at_port])
-        self._port.serve(DIRECTORY, server.accept)
-        self._port.listen_for_directory(at_port)
-        return server
+    async def _open_directory(self, timeout: float) -> Stream[ToWorker]:
+        """Make the directory of a new world, or of one whose members connect before it starts.
+
+        Raises:
+            OSError: if another one may be there which does not answer.
+        """
+        seen, is_dead = Seen(None, None), False
+        if self._meeting.is_movable:
+            seen = await self._look()
+            if seen.record is not None and not seen.record.is_closed:
+                try:
+                    return await self._dial(self._first_message(), seen.record, timeout)
+                except (TlsError, TimeoutError) as exc:
+                    if isinstance(exc, TlsError):
+                        raise
+                except (OSError, EOFError) as exc:  # refused, no route, or another program
+                    is_dead = isinstance(exc, ConnectionRefusedError) or type(exc) is OSError
+            if not self._watch.may_claim(seen.record, self._loop.time(), 0, is_dead=is_dead):
+                raise OSError("a directory is there, and does not answer")
+        made = await self._listen(seen)
+        grace = 0.0
+        if seen.record is not None and seen.record.joins:
+            grace = GRACE_OF_JOINED
+        elif self.registration.world_size == 1 and made.claim is None:
+            grace = 0.0 if self._meeting.is_local else GRACE_ALONE
+        return await self._serve(made, self._first_message(), grace=grace)
+
+    async def _look(self) -> Seen:
+        try:
+            seen = await self._in_thread(self._meeting.look)
+        except NoDirectoryError as exc:
+            raise self._refusal(exc, "") from exc
+        self._watch.see(seen.value, self._loop.time())
+        return seen
+
+    async def _listen(self, seen: Seen) -> Listening:
+        """Claim the place. Raises OSError if another worker was quicker."""
+        listen = partial(self._meeting.listen, self.registration.name, self._lease, seen)
+        made = await self._in_thread(listen)
+        if made is None:
+            raise OSError("another worker keeps the directory now")
+        return made
+
+    async def _serve(
+        self,
+        made: Listening,
+        first: wire.Register | wire.Resume,
+        *,
+        grace: float = 0.0,
+        known: wire.Known | None = None,
+    ) -> Stream[ToWorker]:
+        """Run the directory in this process; return this worker's connection to it."""
+        at_port = [each for each in made.sockets if self._is_through_port(each)]
+        server = self._server = DirectoryServer(
+            made.world,
+            [each for each in made.sockets if each not in at_port],
+            made.claim,
+            keeper=self.registration.name,
+            grace=grace,
+            known=known,
+            numbers=(0, 0) if made.claim is None else made.claim.numbers,
+        )
+        if self._port is not None:
+            self._port.serve(DIRECTORY, server.accept)
+            self._port.listen_for_directory(at_port)
+        try:
+            return await self._greet(made.world, server.connect(), first)
+        except BaseException:
+            await self._end_server()
+            raise
 
     def _is_through_port(self, sock: socket.socket) -> bool:
         """Return whether a connection to the directory uses TLS, or comes to a worker's port."""
@@ -184,27 +296,46 @@ class DirectoryClient:
                 await run_in_thread(self._meeting.refuse_store, "aiorpc-join")
             raise
 
-    async def _in_thread(self, step: Callable[[], _Sockets]) -> _Sockets:
-        self._attempt = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
-        found = await asyncio.shield(self._attempt)
-        self._attempt = None
+    async def _in_thread(self, step: Callable[[], T]) -> T:
+        guarded = partial(self._unless_closed, step)
+        attempt = self._attempt = asyncio.ensure_future(run_in_thread(guarded, "aiorpc-join"))
+        found: T = await asyncio.shield(attempt)
+        if self._attempt is attempt:
+            self._attempt = None
         return found
 
-    async def _dial(self, first: wire.Register | wire.Resume, world: str = "") -> Stream[ToWorker]:
-        """Connect to the directory of rank 0, in that world or the one that is found."""
+    def _unless_closed(self, step: Callable[[], T]) -> T:
+        """Run a step in a thread; undo it if this client was closed meanwhile."""
+        found = step()
+        if self._is_closed:
+            _undo(found)
+        return found
+
+    async def _dial(
+        self,
+        first: wire.Register | wire.Resume,
+        record: Record | None = None,
+        timeout: float = GREETING_TIMEOUT,
+    ) -> Stream[ToWorker]:
+        """Connect to the directory of the record, by default of the one that is found."""
+        connect = self._meeting.connect if record is None else partial(self._meeting.dial, record)
         try:
-            found, [connected] = await self._in_thread(self._meeting.connect)
+            found, [connected] = await self._in_thread(connect)
             connected = await self._through_port(connected)
         except NoDirectoryError as exc:
-            raise self._refusal(exc, world) from exc
-        return await self._greet(world or found, connected, first)
+            raise self._refusal(exc, "") from exc
+        return await self._greet(found, connected, first, timeout)
 
     def _first_message(self) -> wire.Register:
         self._key = secrets.token_hex(16)  # a new one: another program may listen there
         return wire.Register(self.registration, self._key)
 
     async def _greet(
-        self, world: str, connected: socket.socket, first: wire.Register | wire.Resume
+        self,
+        world: str,
+        connected: socket.socket,
+        first: wire.Register | wire.Resume,
+        timeout: float = GREETING_TIMEOUT,
     ) -> Stream[ToWorker]:
         """Return the stream of a connection to the directory.
 
@@ -214,12 +345,11 @@ class DirectoryClient:
         close_on_fork(connected)
         stream = await open_stream(connected, read_to_worker, MAX_ANSWER)
         try:
-            async with asyncio.timeout(GREETING_TIMEOUT):
+            async with asyncio.timeout(timeout):
                 stream.write(greeting(world or ANY_WORLD) + encode(first))
                 found = await stream.read_greeting()
             if world not in ("", found):
                 raise OSError("rank 0 of an earlier run wrote the address of what is another world")
-            self._world = found
         except BaseException as exc:
             await stream.close()
             if isinstance(exc, NoDirectoryError):
@@ -231,17 +361,28 @@ class DirectoryClient:
         text = f"what listens at {self._meeting} is not a world for this worker: {exc}"
         return (OSError if world else ValueError)(text)  # OSError: the address is of a run before
 
+    def _given_up(self) -> WorldTimeout:
+        return WorldTimeout(f"rank 0 at {self._meeting} has given up or died", [0])
+
     async def _pause(self, exc: Exception) -> None:
         """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
         if not self.remaining():
             reason = str(exc) or "what listens there does not answer"
             raise WorldTimeout(
                 f"no rank 0 at {self._meeting} within {self._timeout:g} s ({reason}). Check that "
-                "rank 0 runs and that its address is reachable. If rank 0 of a world has ended, no "
-                "process can enter that world any more",
+                f"rank 0 runs and that its address is reachable. {self._remedy()}",
                 [0],
             ) from exc
         await asyncio.sleep(RETRY_INTERVAL)
+
+    def _remedy(self) -> str:
+        """Return what lets processes enter a running world whose directory has ended."""
+        if self._meeting.is_movable:
+            return "If rank 0 of a running world has ended, another worker takes its place"
+        return (
+            "If rank 0 of a running world has ended, start its process again: until then no "
+            "process can enter that world"
+        )
 
     # ── messages of the start ───────────────────────────────────────────────────────────────────
 
@@ -253,7 +394,7 @@ class DirectoryClient:
         try:
             message = await self._receive()
         except _DirectoryEndedError as exc:
-            raise WorldTimeout(f"rank 0 at {self._meeting} has given up or died", [0]) from exc
+            raise self._given_up() from exc
         assert isinstance(message, kind), message
         return message
 
@@ -271,7 +412,40 @@ class DirectoryClient:
             raise WorldTimeout(message.text, message.missing)
         if isinstance(message, wire.Ended):
             raise _DirectoryEndedError("the last world there is ending")
+        self._hear(message)
         return message
+
+    def _hear(self, message: ToWorker) -> None:
+        self._view.hear(message)
+        if isinstance(message, wire.Members):
+            self.coordinator = message.coordinator
+
+    def _note_numbers(self, entering: wire.Entering) -> None:
+        self.registration, self._worker_id = entering.own, entering.worker_id
+
+    async def _enter_again(self, exc: Exception) -> None:
+        """Connect to the directory that has taken over, before this worker has entered."""
+        while True:
+            await self._pause(exc)
+            if self._stream is not None:
+                await self._stream.close()
+            try:
+                record = None
+                if self._meeting.is_movable and (record := (await self._look()).record) is None:
+                    raise OSError("the directory has ended")
+                self._stream = await self._dial(self._resume_message(), record)
+                return
+            except (OSError, EOFError) as error:
+                exc = error
+            now, all_ = self._loop.time(), self.registration.world_size
+            if self._meeting.is_movable and self._watch.may_claim(record, now, all_, is_dead=False):
+                raise self._given_up() from exc  # no member takes it over
+
+    def _resume_message(self) -> wire.Resume:
+        is_member = not self.registration.entry or self._entered.done()
+        own, entries = self.registration, self._view.entries
+        world = self._view.world
+        return wire.Resume(own, self._worker_id, self._key, entries, is_member, world)
 
     async def _next(self, pause: float) -> ToWorker:
         """Return the next message; ask for the missing ranks after `pause` seconds without one."""
@@ -307,23 +481,27 @@ class DirectoryClient:
         """
         await asyncio.wait((self._entered,), timeout=self.remaining() + ANSWER_GRACE)
         if not self._entered.done() or self._entered.cancelled():
+            self._entered.cancel()
             raise WorldTimeout(f"rank 0 at {self._meeting} no longer answers", [0])
         return self._entered.result()
 
     async def _follow(self, node: "Node") -> None:
         name = self.registration.name
+        watching = self._loop.create_task(self._watch_directory(), name=WORLD_TASK)
         try:
             while True:
                 try:
                     await self._handle_all(node)
                 except (EOFError, OSError, ValueError) as exc:
-                    log.debug("%s: the connection to rank 0 has ended: %r", name, exc)
-                except _DirectoryEndedError:
+                    log.debug("%s: the connection to the directory has ended: %r", name, exc)
+                except _DirectoryEndedError as exc:
+                    log.warning("%s is in its world no more: %s", name, exc)
                     return
-                is_member = not self.registration.entry or self._entered.done()
-                if self._server is not None or not is_member or not await self._resume(node):
+                await self._end_server()
+                if self._is_exiting or not await self._resume(node):
                     return
         finally:
+            watching.cancel()
             self._entered.cancel()
             self._exited.set()
 
@@ -331,60 +509,134 @@ class DirectoryClient:
         assert self._stream is not None
         while True:
             message = await self._stream.receive()
+            self._has_heard = True
+            self._answered.set()
             if isinstance(message, wire.Ended):
                 raise _DirectoryEndedError("another process has replaced this one")
+            if isinstance(message, wire.Failed):
+                self._refuse(WorldTimeout(message.text, message.missing or []))
+                raise _DirectoryEndedError(message.text)
+            self._hear(message)
             try:
                 self._handle(node, message)
             except Exception:
                 log.exception("%s could not follow a change", self.registration.name)
 
+    def _refuse(self, error: WorldTimeout) -> None:
+        """Let `entered` raise: another worker has the name meanwhile, say."""
+        if not self._entered.done():
+            self._entered.set_exception(error)
+
+    async def _watch_directory(self) -> None:
+        """Close the connection to a directory that does not answer: it is frozen, or cut off."""
+        interval = self._lease / 4 if self._meeting.is_movable else self._lease
+        silent = 0
+        while not self._meeting.is_local:
+            start = self._loop.time()
+            await asyncio.sleep(interval)
+            if self._has_heard or self._stream is None or not self._stream.is_open:
+                self._has_heard, silent = False, 0
+            elif self._loop.time() - start < 2 * interval:  # else answers may be here unread
+                silent += 1
+            if silent and self._meeting.is_movable and self._attempt is None:
+                with contextlib.suppress(OSError, ValueError):
+                    await self._look()  # from now on its lease counts
+            if silent >= SILENT_LOOKS and self._stream is not None:
+                log.debug("%s: the directory does not answer", self.registration.name)
+                self._stream.abort()
+            self._send(wire.Greet())
+
     async def _resume(self, node: "Node") -> bool:
-        """Connect again: a link was cut. Return False if rank 0 has ended."""
-        me = node.members.me
+        """Connect again, or keep the directory; return False if the world ends with rank 0."""
+        pause, has_warned = RETRY_INTERVAL, False
         while True:
-            await asyncio.sleep(self._pause_of_resume)
-            self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE)
             try:
-                resume = wire.Resume(me.name, me.worker_id, self._key)
-                stream = await self._dial(resume, self._world)
-            except (ConnectionRefusedError, FileNotFoundError) as exc:
-                if self._has_ended(node):
+                stream = await self._reach(node)
+            except (OSError, EOFError, ValueError) as exc:
+                node.membership.probe(self.coordinator)
+                is_refused = self._meeting.is_local and isinstance(exc, _REFUSED)
+                if node.registry.is_closed or (is_refused and self._is_lost(node)):
                     return False
-                log.debug("%s: no process listens at %s: %r", me.name, self._meeting, exc)
-            except (OSError, EOFError) as exc:
-                log.debug("%s does not reach rank 0: %r", self.registration.name, exc)
+                log.debug("%s: %r", self.registration.name, exc)
+                if not has_warned and not self._meeting.is_movable:
+                    has_warned = True
+                    log.warning(
+                        "%s: no connection to the directory at %s (%s). This world goes on. %s",
+                        *(self.registration.name, self._meeting, exc, self._remedy()),
+                    )
             else:
-                log.info("%s is connected to rank 0 again", me.name)
+                log.info("%s is connected to the directory", self.registration.name)
                 old, self._stream = self._stream, stream  # `close` may run from here on
+                if self._has_retired:  # the last directory may not have told the others
+                    self._send(wire.Retire())
                 if old is not None:
                     await old.close()
                 return True
 
-    def _has_ended(self, node: "Node") -> bool:
-        """Return whether rank 0 has ended, as far as is known yet; ask it.
+    def _is_lost(self, node: "Node") -> bool:
+        """Return whether the worker that keeps the directory has ended, as far as is known yet."""
+        keeper = node.members.peers.get(self.coordinator)
+        return keeper is None or keeper.is_lost or keeper.has_told
 
-        A refused connection is no proof: a proxy before a rank 0 that lives may refuse one.
-        """
-        rank0 = node.members.workers[0].name
-        node.membership.probe(rank0)
-        peer = node.members.workers[rank0]
-        return peer.is_lost or peer.has_told or node.registry.is_closed  # this worker leaves
+    async def _reach(self, node: "Node") -> Stream[ToWorker]:
+        """Connect to the directory, wherever it is now, or make it. Raises OSError for now."""
+        if not self._meeting.is_movable:
+            return await self._dial(self._resume_message(), timeout=RESUME_TIMEOUT)
+        seen, is_dead = await self._look(), False
+        error: Exception = OSError("another worker is to take it over")
+        if (record := seen.record) is not None:
+            try:
+                return await self._dial(self._resume_message(), record, RESUME_TIMEOUT)
+            except (OSError, EOFError) as exc:
+                is_dead = isinstance(exc, _REFUSED) and self._meeting.is_here(record)
+                error = exc
+        if node.members.own.is_done or node.registry.is_closed:  # this worker leaves
+            raise error
+        before = self._workers_before(node, "" if record is None else record.holder)
+        if self._was_isolated:  # the lost ones may be alive: they come first
+            before = len(node.members.lost())
+        if not self._watch.may_claim(record, self._loop.time(), before, is_dead=is_dead):
+            raise error
+        made = await self._listen(seen)
+        log.info("%s keeps the directory from now on", self.registration.name)
+        self.coordinator = self.registration.name
+        self._was_isolated = False
+        node.departures.move(self.coordinator)  # before any other worker asks it
+        lost = {*node.members.lost(), *([] if record is None else [record.holder])}
+        known = self._view.known(lost, _left(node))
+        return await self._serve(made, self._resume_message(), known=known)
+
+    def _workers_before(self, node: "Node", holder: str) -> int:
+        """Return how many workers are to take the directory over rather than this one."""
+        peers = (each for each in node.members.peers.values() if each.name != holder)
+        living = (each for each in peers if not (each.is_lost or each.has_left))
+        return sum(each.rank < self.registration.rank for each in living)
 
     def _handle(self, node: "Node", message: ToWorker) -> None:
         match message:
             case wire.Add(member):
-                node.add(PeerInfo(*member))
+                if node.members.get(member.name, member.worker_id) is None:
+                    node.add(_peer_info(member))
                 self._send(wire.Know(member.worker_id))
-            case wire.Members(members, entering):  # once connected again
-                self._pause_of_resume = RETRY_INTERVAL
+            case wire.Members(members, entering, coordinator):  # once connected again
                 self._update(node, members, entering)
+                self._on_move(node, coordinator)
+            case wire.Moved(coordinator):
+                self._on_move(node, coordinator)
+            case wire.Recall():
+                self._send(self._view.known(node.members.lost(), _left(node)))
+            case wire.Entering():  # this entry goes on at another directory
+                self._send(self._published)
             case wire.Announce(name, _, silent) if name == node.members.name:
-                self._entered.set_result(silent)
+                if not self._entered.done():
+                    self._entered.set_result(silent)
             case wire.Announce(name, worker_id):
                 if node.members.get(name, worker_id) is not None:
                     node.membership.announce(name)
             case wire.Gone(name, worker_id):
-                error = WorkerLost(name, "its connection to rank 0 has ended")
+                error = WorkerLost(name, "its connection to the directory has ended")
                 # Before this worker has entered: it was gone before. At the address of one that is
                 # dead another program may listen, whose first bytes would end this process: torch
                 # raises in a thread of its own. (2.15; tests/integration/test_joining.py)
@@ -401,6 +653,12 @@ class DirectoryClient:
             case wire.Exited():
                 self._exited.set()
 
+    def _on_move(self, node: "Node", coordinator: str) -> None:
+        self.coordinator = coordinator
+        if coordinator != node.members.coordinator:
+            log.info("%s: worker %r keeps the directory", node.members.name, coordinator)
+            node.departures.move(coordinator)
+
     def _update(
         self, node: "Node", members: Sequence[wire.Member], entering: Sequence[str]
     ) -> None:
@@ -408,7 +666,7 @@ class DirectoryClient:
         for each in members:
             known = node.members.get(each.name, each.worker_id)
             if known is None:
-                node.add(PeerInfo(*each))
+                node.add(_peer_info(each))
             if known is None or not known.is_here:
                 node.membership.announce(each.name)
             elif known.is_lost:
@@ -426,45 +684,86 @@ class DirectoryClient:
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
-    def retire(self) -> bool:
-        """Let all know that this worker takes no new calls; return False without a directory."""
-        is_connected = self._stream is not None and self._stream.is_open
+    async def retire(self) -> bool:
+        """Let all know that this worker takes no new calls; return whether a directory answers."""
+        self._has_retired = True
+        if self._stream is None or not self._stream.is_open:
+            return False
+        self._answered.clear()
         self._send(wire.Retire())
-        return is_connected
+        self._send(wire.Greet())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETIRE_TIMEOUT):
+                await self._answered.wait()
+        return self._answered.is_set()
 
     def leave(self, *, departs: bool) -> None:
         """Tell the directory that this worker leaves, and with `departs` that the others go on."""
         self._send(wire.Leave(departs))
 
-    async def exit_barrier(self, ranks: Sequence[int], seconds: float) -> None:
-        """Wait until those ranks are here too, or gone, for at most `seconds`."""
-        self._send(wire.Exit(ranks))
+    async def exit_barrier(
+        self, ranks: Sequence[int], seconds: float, *, is_full: bool = False
+    ) -> None:
+        """Wait until those ranks, or all, are here too, or gone, for at most `seconds`."""
+        self._is_exiting = True
+        if self._stream is None or not self._stream.is_open:
+            return
+        self._send(wire.Exit([] if is_full else ranks, is_full))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._exited.wait()
 
     async def close(self) -> None:
-        """Close the connection; rank 0 ends the directory."""
+        """Close the connection, and the directory if it is here: another worker takes it over."""
         for task in (self._following, *self._tasks):
             if task is not None:
                 task.cancel()
+        self._is_closed = True
         if self._attempt is not None:  # it was cancelled
-            await asyncio.wait((self._attempt,), timeout=CANCEL_TIMEOUT)
+            # The next world may need the address of one that makes the directory.
+            seconds = CANCEL_TIMEOUT if self._following is None else CANCEL_TIMEOUT / 20
+            await asyncio.wait((self._attempt,), timeout=seconds)
             if self._attempt.done() and self._attempt.exception() is None:
-                for each in self._attempt.result()[1]:
-                    each.close()
+                await run_in_thread(partial(_undo, self._attempt.result()), "aiorpc-stop")
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        self._meeting.withdraw()
         if self._stream is not None:  # before the server, which may wait for it
             stream, self._stream = self._stream, None
             await stream.close()
+        await self._end_server()
+        self._meeting.withdraw()
+
+    async def _end_server(self) -> None:
         if self._server is not None:
             server, self._server = self._server, None
+            self._was_isolated = server.is_isolated
             if self._port is not None:
                 self._port.end_directory()
             await run_in_thread(server.close, "aiorpc-stop")
+
+
+def _undo(found: object) -> None:
+    """Close what an attempt has opened that was cancelled meanwhile. May be called twice."""
+    if isinstance(found, Connected | Listening):
+        for each in found.sockets:
+            each.close()
+    if isinstance(found, Listening) and found.claim is not None:
+        with contextlib.suppress(OSError, ValueError):
+            found.claim.abandon(time.monotonic())
+        found.claim.close()
+
+
+def _left(node: "Node") -> list[str]:
+    return [each.name for each in [*node.members.peers.values()] if each.has_left]
+
+
+def _peer_info(member: wire.Member) -> PeerInfo:
+    own = member.registration
+    return PeerInfo(
+        *(own.name, own.rank, member.worker_id, member.address),
+        *(member.device_maps, own.namespace, own.endpoint),
+    )
 
 
 async def _is_alive(node: "Node", name: str) -> bool:

@@ -10,6 +10,7 @@ import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from .._directory.etcd_value import Place, is_etcd_url
 from .._node.config import new_local_url
 from .._port.tls import Tls
 from .._torch.agent import process_worker_id
@@ -142,9 +143,12 @@ def meeting_url(init_method: str | None, world_size: int) -> str:
 def _checked_url(init_method: str) -> str:
     if not isinstance(init_method, str):
         raise TypeError(f"init_method must be a str such as file:///path, got {init_method!r}")
+    if is_etcd_url(init_method):
+        Place.parse(init_method)
+        return init_method
     url = urlsplit(init_method)
     if not (url.scheme in ("file", "unix") or (url.scheme == "tcp" and url.port is not None)):
-        expected = "tcp://host:port, file:///path or env://"
+        expected = "tcp://host:port, file:///path, etcd://host:port/name or env://"
         raise ValueError(f"init_method must be {expected}, got {init_method!r}")
     return init_method
 

@@ -25,7 +25,7 @@ log = logging.getLogger("aiorpc_torch")
 # All in seconds.
 RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
 DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
-LOST_TIMEOUT = 0.3  # the same, once rank 0 is lost
+LOST_TIMEOUT = 0.3  # the same, without a directory
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
 CALLS_TIMEOUT = 10.0  # for the calls that run on such a worker, if no limit is given
@@ -80,9 +80,9 @@ class Shutdown:
     async def _leave_alone(self) -> None:
         self.node.leaves_alone = True
         self.node.departures.begin_to_leave()
-        if not self.directory.retire():
+        self.node.server.retire()  # first: who is told takes no call for one that is served
+        if not await self.directory.retire():
             await self._tell_others()
-        self.node.server.retire()
         await self.node.server.drain(CALLS_TIMEOUT if self.timeout is None else self.timeout)
         self.node.server.end_calls()
 
@@ -146,12 +146,13 @@ class Shutdown:
         is_full = len(ranks) == len(self.node.members.peers)
         if is_full:
             await self._in_thread(RELEASE_TIMEOUT, self.agent.release_rrefs)
-        # A lost rank 0, with its directory, does not answer: it may be frozen, or cut off.
-        has_rank_0 = not self.node.members.workers[0].is_lost
-        await self._in_thread(DRAIN_TIMEOUT if has_rank_0 else LOST_TIMEOUT, self.agent.drain)
-        if ranks and has_rank_0:
+        # A lost worker does not answer, nor its directory: it may be frozen, or cut off.
+        keeper = self.node.members.workers.get(self.node.members.coordinator)
+        has_directory = keeper is not None and not keeper.is_lost
+        await self._in_thread(DRAIN_TIMEOUT if has_directory else LOST_TIMEOUT, self.agent.drain)
+        if ranks and has_directory:
             timeout = FULL_BARRIER_TIMEOUT if is_full else BARRIER_TIMEOUT
-            await self.directory.exit_barrier(ranks, timeout)
+            await self.directory.exit_barrier(ranks, timeout, is_full=is_full)
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""

@@ -27,7 +27,8 @@ UseRoutes = Callable[[DeviceRoutes], None]
 """A callback for the devices that tensors may be on."""
 
 CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
-REACH_TIMEOUT = 10.0  # seconds to reach every peer, at most
+ALL_TO_ALL = 16  # workers up to which each one reaches every other at the start
+REACH_TIMEOUT = 10.0  # seconds to reach peers, at most
 PING_GRACE = 0.5  # seconds beyond the timeout of the start for a ping
 
 
@@ -133,17 +134,15 @@ class Startup:
     def _interface(self) -> str | None:
         return self._config.interface or network.interface_towards(self._directory.host)
 
-    # ── reaching every peer ─────────────────────────────────────────────────────────────────────
+    # ── reaching peers ──────────────────────────────────────────────────────────────────────────
 
     async def _unreachable(self, members: Sequence[PeerInfo]) -> list[PeerInfo]:
-        """Connect with every peer, and return those that are not reached.
-
-        A listener of torch's ends with the first connection that is not torch's, a port scan for
-        example. A peer without a connection by then gets none (seen on 2.13 and 2.15).
-        """
-        peers = [peer for peer in members if peer.name != self._config.name]
-        if no_route := [peer for peer in peers if not network.has_route(peer.address)]:
+        """Connect with `peers_to_reach`, and return the peers that are not reached."""
+        others = (peer for peer in members if peer.name != self._config.name)
+        # Of all peers: the first message to one without a route would end this process.
+        if no_route := [peer for peer in others if not network.has_route(peer.address)]:
             return no_route
+        peers = peers_to_reach(members, self._directory.registration.rank)
         pings = [wrap_future(ping(peer.info)) for peer in peers]
         timeout = min(REACH_TIMEOUT, self._directory.remaining() + PING_GRACE)
         await asyncio.wait(pings, timeout=timeout)
@@ -168,6 +167,26 @@ class Startup:
         text = f"{peer.name!r} at {peer.endpoint or peer.address}"
         reason = "" if self._one_port is None else self._one_port.failure(peer.name)
         return f"{text} ({reason})" if reason else text
+
+
+def peers_to_reach(members: Sequence[PeerInfo], own_rank: int) -> list[PeerInfo]:
+    """Return the peers with which a worker connects at the start; `members` are in rank order.
+
+    Up to `ALL_TO_ALL` workers these are all peers. A listener of torch's ends with the first
+    connection that is not torch's, a port scan for example. A peer without a connection by then
+    gets none (seen on 2.13 and 2.15).
+
+    In larger worlds a connection of each pair would be N squared of them, with several descriptors
+    each. So each worker connects with those 1, 2, 4, 8, ... places further, modulo N, and log2(N)
+    others with it. Ranks of one host are neighbours, so these are on several hosts. Any other pair
+    connects at its first call, whose error names the address.
+    """
+    size = len(members)
+    if size <= ALL_TO_ALL:
+        return [peer for peer in members if peer.rank != own_rank]
+    own = next(place for place, peer in enumerate(members) if peer.rank == own_rank)
+    distances = (1 << power for power in range((size - 1).bit_length()))
+    return [members[(own + distance) % size] for distance in distances]
 
 
 def _address(url: str) -> tuple[str, int]:

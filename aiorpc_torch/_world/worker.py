@@ -18,6 +18,7 @@ from .._aio.threads import run_in_thread
 from .._aio.watchdog import watchdog as ending_if_blocked
 from .._client.introduction import Introductions
 from .._directory.meeting import Meeting
+from .._directory.record import lease_for
 from .._endpoint import entry_points
 from .._handles.mistakes import mistakes_explained
 from .._inspection.dump import dump_on_signal
@@ -84,6 +85,15 @@ class Worker:
     def world_size(self) -> int:
         """Number of workers that are in the world, this one included."""
         return 1 + len(self.peers)
+
+    @property
+    def coordinator(self) -> str | None:
+        """The name of the worker that keeps the directory of this world now, at the start rank 0.
+
+        Processes enter there. None in a world of `attach`. The guide "Take a machine out" says
+        where it moves.
+        """
+        return self._node.departures.coordinator or None
 
     @property
     def world(self) -> Any:
@@ -258,9 +268,9 @@ async def worker(
             process that was in no world before. The worker needs a name and gets the next rank. Its
             exit does not wait for its peers to leave. It gives the calls that run here
             `stop_timeout` seconds, by default 10.
-        init_method: URL of rank 0, `tcp://host:port` or `file:///path` (default:
-            MASTER_ADDR and MASTER_PORT in the environment, else the first host of Slurm's step).
-            A world of one needs none, unless others shall join it.
+        init_method: URL at which the workers meet: `tcp://host:port` of rank 0, `file:///path`, or
+            `etcd://host:port/name` with the extra `etcd` (default: MASTER_ADDR and MASTER_PORT in
+            the environment, else Slurm's first host). A world of one that none joins needs none.
         threads: Number of threads of torch's RPC, and as many again for plain `def` methods.
         transports: TensorPipe's transports for large and CUDA tensors, in order of preference
             (default: `["uv"]`, TCP, which costs nothing when idle). Shared memory
@@ -288,7 +298,7 @@ async def worker(
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
             the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).
-        port: TCP port of this worker, the only one that other hosts need to reach beside rank 0's
+        port: TCP port of this worker, the only one that others need to reach beside MASTER_PORT
             (default: AIORPC_TORCH_PORT in the environment, plus LOCAL_RANK or SLURM_LOCALID, else
             random ports). Every worker of a world needs one.
         tls: Certificate of this worker (default: the files AIORPC_TORCH_TLS_CERT,
@@ -318,7 +328,7 @@ async def worker(
             it names the worker. If a worker that joins has the name of a living one, or is given no
             name, a rank or a world size; if it cannot reach the others, or they it. If another
             program listens at the address of rank 0. If a certificate is not valid, or refused at
-            rank 0; it names the file.
+            the directory; it names the file.
         TypeError: If an argument is of another type; it names the argument.
         OSError: At rank 0, if another process listens at its address. If `port` is in use.
         RuntimeError: If this process is in a world already, or joins and was in one before.
@@ -403,7 +413,9 @@ async def _entered(
         registration = one_port.registration(registration)
     introductions = None if port is None else Introductions(members, dialer=Dialer(port.tls))
     node = Node(members, config, children, introductions)
-    directory = DirectoryClient(meeting, registration, config.start_timeout, port)
+    directory = DirectoryClient(
+        meeting, registration, config.start_timeout, port, lease_for(config.heartbeat)
+    )
     entry_points.enter(node)  # before torch starts: a quicker peer may call already
     try:
         with cpp_warnings_hidden():
@@ -448,6 +460,7 @@ async def _running(
     shutdown = Shutdown(node, agent, directory, config.stop_timeout)
     try:
         node.start(host_for(workers, own), workers, agent, port)
+        node.members.coordinator = directory.coordinator
         directory.follow(node)
         if registration.entry:
             for peer in await directory.entered():

@@ -21,6 +21,7 @@ from .._aio.threads import join_all
 from .._children.forkserver import server_pid
 from .._endpoint import entry_points
 from .._endpoint.entry_points import Endpoint
+from .._inspection.calls_in_flight import pending
 from .._inspection.counters import stats
 from .._world.directory_client import WORLD_TASK
 
@@ -78,9 +79,11 @@ class Snapshot:
 
     def leftover_calls(self) -> Iterator[str]:
         """Describe calls that are pending since the snapshot."""
-        pending = stats().in_flight - self.calls
-        if pending > 0:
-            yield f"{pending} pending call{'s' * (pending > 1)}"
+        count = stats().in_flight - self.calls
+        if count > 0:
+            newest = [each for each in pending() if not each.incoming][-count:]
+            listed = ", ".join(f"{each.method} of {each.worker!r}" for each in newest)
+            yield f"{count} pending call{'s' * (count > 1)} ({listed})"
 
     def _world_left(self) -> Iterator[str]:
         if entry_points.serving() not in (None, self.world):

@@ -47,6 +47,15 @@ def test_some_cells() -> None:
     assert "0 failed" in done.stdout
 
 
+@pytest.mark.promise("lost.every_fault", "succession.takeover")
+@pytest.mark.slow
+def test_some_cells_of_rank_0() -> None:
+    """Another process enters without it."""
+    done = play("kill -9 of rank 0", "SIGSTOP of rank 0", "pending call", "stopping")
+    assert "4 cells in" in done.stdout
+    assert "0 failed" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_cell_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its process is ended, and what it wrote so far is shown."""

@@ -203,7 +203,7 @@ def test_leaks_fail_the_test_that_left_them(run) -> None:
     done.stdout.fnmatch_lines_random(
         [
             "E*left behind: the task forgotten in <coroutine object Event.wait *",
-            "E*left behind: 1 pending call",
+            "E*left behind: 1 pending call (sleep of 'main')",
             "E*left behind: the thread aiorpc-x",
             "E*left behind: the process sleep (pid *)",
             "E*left behind: a world that was not left",

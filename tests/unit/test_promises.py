@@ -57,6 +57,6 @@ class TestTwo:
 def test_every_test_has_a_tier() -> None:
     """Each file lies in the folder of a tier, from which it gets its mark."""
     tiers = {"unit", "loopback", "faults", "fuzz", "torch_facts"}
-    tiers |= {"integration", "network", "gpu", "examples"}
+    tiers |= {"integration", "network", "cluster", "gpu", "examples"}
     tests = Path(__file__).parents[1]
     assert {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")} == tiers

@@ -9,6 +9,7 @@ from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
 from aiorpc_torch._peers.peers import Peer, Peers
+from aiorpc_torch._torch import rrefs
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
 from aiorpc_torch._wire.handshake import HELLO, Credentials, Hello, Party, new_nonce
@@ -82,6 +83,21 @@ async def test_calls_that_are_held_are_told_of(
     [record] = caplog.records
     text = "calls to worker 'peer' wait until it enters attach()"
     assert (record.levelname, record.getMessage()) == ("WARNING", text)
+
+
+@pytest.mark.promise("worlds.unreached")
+async def test_a_peer_that_torch_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start did not try this pair: its first call names the address and what to do."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("ECONNREFUSED: connection refused (tensorpipe/transport/uv/uv.h:297)")
+
+    monkeypatch.setattr(introduction, "send", refuse)
+    monkeypatch.setattr(rrefs, "is_adopted", lambda: False)
+    every = [PeerInfo(each, rank, rank, f"uv://{each}:7") for rank, each in enumerate("ab")]
+    me = Peers("a", every)
+    with pytest.raises(WorkerLost, match=r"no connection to uv://b:7: connection refused\. If it "):
+        await introduction.Introductions(me).connect(me.peers["b"], 1, lambda *_: None)
 
 
 async def test_a_callee_that_is_lost_with_its_proof() -> None:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,10 +22,12 @@ from aiorpc_torch._directory.directory_messages import (
     Failed,
     FromWorker,
     GiveUp,
-    Gone,
+    Greet,
     Know,
+    Known,
     Leave,
     Left,
+    Member,
     Members,
     Missing,
     Publish,
@@ -39,164 +40,7 @@ from aiorpc_torch._directory.directory_messages import (
 )
 from aiorpc_torch._directory.directory_stream import encode
 from aiorpc_torch._directory.registration import MAX_PROCESSES, Registration
-
-
-def registration(rank: int, size: int = 3, **changes: Any) -> Registration:
-    """Return a valid registration, with those changes."""
-    return replace(Registration(f"w{rank}", rank, size, "1.0", pid=70 + rank), **changes)
-
-
-class Process:
-    """A worker as the directory sees it: it answers each message when the test delivers it."""
-
-    def __init__(self, network: "Network", own: Registration) -> None:
-        self.network, self.own = network, own
-        self.connection, self.key, self.address = -1, "", f"at {own.name}"
-        self.inbox: list[ToWorker] = []
-        self.number = -1
-        self.is_alive, self.is_cut, self.is_frozen = True, False, False
-        self.has_entered = self.is_retiring = self.has_left = False
-        self.view: dict[str, int] = {}
-        self.told: set[int] = set()
-        self.gone: set[int] = set()
-        self.left: set[int] = set()
-        self.heard: list[ToWorker] = []
-
-    def say(self, message: FromWorker) -> None:
-        if self.is_cut:
-            return
-        self.network.directory.receive(self.connection, message)
-
-    def deliver(self) -> None:
-        """Handle the first message in the inbox."""
-        message = self.inbox.pop(0)
-        self.heard.append(message)
-        match message:
-            case Registered(registrations):
-                self.number = [each.name for each in registrations].index(self.own.name)
-                self.say(Publish(self.address, {}, False))
-            case Entering(own, number):
-                self.own, self.number = own, number
-                self.say(Publish(self.address, {}, False))
-            case Members(members, entering):
-                listed = {each.name for each in members}.union(entering)
-                self.left |= {n for name, n in self.view.items() if name not in listed}
-                self.view |= {each.name: each.worker_id for each in members}
-                if not (self.own.entry or self.has_entered):
-                    self.say(Confirm([], ""))
-            case Complete():
-                self.has_entered = True
-            case Add(member):
-                self.view[member.name] = member.worker_id
-                self.say(Know(member.worker_id))
-            case Announce(_, number):
-                self.has_entered |= number == self.number
-            case Gone(_, number):
-                self.told.add(number)
-                if not self.network.is_alive(number):  # as its ping finds
-                    self.gone.add(number)
-            case Left(_, number):
-                self.left.add(number)
-            case Ask(name, number):
-                self.say(Verdict(name, number, self.network.is_alive(number)))
-
-    def end(self) -> None:
-        """Let the process die."""
-        self.is_alive = False
-        if not self.is_cut:
-            self.network.directory.gone(self.connection)
-
-    def cut(self) -> None:
-        """End the connection, with what is on its way."""
-        self.is_cut = True
-        self.inbox.clear()
-        self.network.directory.gone(self.connection)
-
-    def resume(self) -> None:
-        """Connect again."""
-        self.is_cut = False
-        self.connection = self.network.next_connection(self)
-        self.say(Resume(self.own.name, self.number, self.key))
-
-    def retire(self) -> None:
-        """Take no new calls: this worker will leave while the others go on."""
-        self.is_retiring = True
-        self.say(Retire())
-
-    def depart(self) -> None:
-        """Leave while the others go on."""
-        self.has_left = True
-        self.say(Retire())
-        self.say(Leave(True))
-        self.end()
-
-    @property
-    def last(self) -> ToWorker:
-        return [*self.heard, *self.inbox][-1]
-
-    @property
-    def last_sent(self) -> ToWorker | None:
-        """Return the last message to it that it has not handled."""
-        return self.inbox[-1] if self.inbox else None
-
-
-class Network:
-    """The connections of a directory. What it sends waits in inboxes until it is delivered."""
-
-    def __init__(self) -> None:
-        self.directory = Directory(self)
-        self.processes: list[Process] = []
-        self.owners: list[Process] = []  # of the connections, by number
-        self.expiring: list[Callable[[], None]] = []
-
-    def send(self, connections: Iterable[int], message: ToWorker) -> None:
-        for each in connections:
-            self.owners[each].inbox.append(message)
-
-    def close_connection(self, connection: int) -> None:
-        self.owners[connection].is_alive = False
-
-    def next_connection(self, process: Process) -> int:
-        self.owners.append(process)
-        return len(self.owners) - 1
-
-    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
-        self.expiring.append(step)
-
-    def register(self, own: Registration) -> Process:
-        process = Process(self, own)
-        self.processes.append(process)
-        process.connection = self.next_connection(process)
-        process.key = f"key {process.connection}"
-        process.say(Register(own, process.key))
-        return process
-
-    def is_alive(self, number: int) -> bool:
-        return any(each.number == number and each.is_alive for each in self.processes)
-
-    def settle(self) -> None:
-        """Deliver all messages and those that follow from them."""
-        while busy := self.busy():
-            for each in busy:
-                each.deliver()
-
-    def busy(self) -> list[Process]:
-        """Return the processes that have a message to handle."""
-        running = [each for each in self.processes if each.is_alive and not each.is_frozen]
-        return [each for each in running if each.inbox]
-
-    def join(self, name: str, **changes: Any) -> Process:
-        return self.register(registration(-1, -1, name=name, joined=True, **changes))
-
-
-def start(size: int = 3) -> tuple[Network, list[Process]]:
-    """Return a world that runs."""
-    network = Network()
-    processes = [network.register(registration(rank, size)) for rank in range(size)]
-    network.settle()
-    assert all(each.has_entered for each in processes)
-    return network, processes
-
+from tests.support.directories import Network, Process, registration, start
 
 # ── start ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,7 +57,7 @@ def test_every_worker_learns_of_all() -> None:
         assert isinstance(registered, Registered)
         assert [one.name for one in registered.registrations] == ["w0", "w1", "w2"]
         assert isinstance(members, Members)
-        assert [one[:4] for one in members.members] == [
+        assert [(one.name, one.rank, one.worker_id, one.address) for one in members.members] == [
             ("w0", 0, 0, "at w0"),
             ("w1", 1, 1, "at w1"),
             ("w2", 2, 2, "at w2"),
@@ -517,7 +361,7 @@ def test_a_frozen_process_that_is_replaced() -> None:
     second = network.register(registration(1, 2, pid=99))
     network.settle()
     assert second.has_entered
-    assert not first[1].is_alive
+    assert first[1].is_cut
     network.directory.gone(first[1].connection)
     assert not first[0].gone
 
@@ -631,8 +475,11 @@ def test_a_member_that_connects_again_while_its_name_is_wanted() -> None:
 def test_a_stranger_that_connects_again(wrong: tuple[str, int, str]) -> None:
     """It does not know the key of the process."""
     network, [first, second, _] = start()
-    connection = network.next_connection(first)
-    network.directory.receive(connection, Resume(*wrong))
+    connection = network.host.next_connection(first)
+    first.connection = connection
+    name, number, key = wrong
+    own = registration(1, name=name)
+    network.directory.receive(connection, Resume(own, number, key, 0, True, "world 0"))
     assert first.inbox == [Ended()]
     with pytest.raises(ValueError, match="register first"):
         network.directory.receive(connection, Leave(True))
@@ -650,7 +497,7 @@ def test_the_barrier_of_the_exit() -> None:
     second.say(Exit([0]))
     assert (first.last, second.last) == (Complete(), Exited())
     assert network.register(registration(1)).last == Ended(), "of the next world"
-    network.directory.gone(len(network.owners) - 1)  # of that which was turned away
+    network.directory.gone(len(network.host.owners) - 1)  # of that which was turned away
     assert first.last == Complete()
     third.end()
     assert first.last == Exited()
@@ -776,7 +623,16 @@ REGISTRATIONS = st.builds(
 ADDRESSES = st.sampled_from(["here", "uv://127.0.0.1:1", "uv://10.0.0.1:1", "uv://["])
 MESSAGES = st.one_of(
     st.builds(Register, REGISTRATIONS, NAMES),
-    st.builds(Resume, NAMES, NUMBERS, NAMES),
+    st.builds(Resume, REGISTRATIONS, NUMBERS, NAMES, NUMBERS, st.booleans(), NAMES),
+    st.builds(
+        Known,
+        *(NUMBERS, NUMBERS, NUMBERS),
+        st.lists(
+            st.builds(Member, REGISTRATIONS, NUMBERS, ADDRESSES, st.just({}), NAMES), max_size=3
+        ),
+        *(st.lists(NAMES, max_size=2), st.lists(NAMES, max_size=2), NAMES),
+    ),
+    st.builds(Greet),
     st.builds(Publish, ADDRESSES, st.just({}), st.booleans()),
     st.builds(Confirm, RANKS, NAMES),
     st.builds(GiveUp, NAMES),
@@ -801,6 +657,9 @@ class Anything:
 
     def call_later(self, seconds: float, step: Callable[[], None]) -> None:
         pass
+
+    def record(self, step: Callable[[], None]) -> None:
+        step()
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), MESSAGES | st.none()), max_size=30))

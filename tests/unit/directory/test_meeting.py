@@ -2,14 +2,24 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from aiorpc_torch._directory import meeting
-from aiorpc_torch._directory.meeting import Meeting, Published
+from aiorpc_torch._directory.meeting import Listening, Meeting, Seen
+from aiorpc_torch._directory.record import Record
 from aiorpc_torch._wire.plain import dump
 from tests.support.example_programs import free_port
+
+NOTHING = Seen(None, None)
+
+
+def listen(meeting: Meeting, seen: Seen = NOTHING) -> Listening:
+    made = meeting.listen("a", 2.0, seen)
+    assert made is not None
+    return made
 
 
 def close(listening: list[socket.socket]) -> None:
@@ -18,36 +28,55 @@ def close(listening: list[socket.socket]) -> None:
 
 
 def test_a_file_of_an_earlier_run(tmp_path: Path) -> None:
-    """Its address is refused, and replaced by the next run in one step; its owner removes it."""
+    """Its address is refused, and replaced by the next run; its owner removes it."""
     url = f"file://{tmp_path}/world"
     first, others = Meeting(url, "lo"), Meeting(url)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(OSError, match="has not written its address"):
         others.connect()
-    world, listening = first.listen()
-    found, connected = others.connect()
-    assert found == world
-    close([*connected, *listening])
+    made = listen(first)
+    found = others.connect()
+    assert found.world == made.world
+    close([*found.sockets, *made.sockets])
     with pytest.raises(ConnectionRefusedError):
         others.connect()
     second = Meeting(url, "lo")
-    world, listening = second.listen()
-    first.withdraw()
-    found, connected = others.connect()
-    assert found == world
-    close([*connected, *listening])
-    second.withdraw()
+    other = listen(second, second.look())
+    assert made.claim is not None
+    made.claim.clear()
+    found = others.connect()
+    assert found.world == other.world
+    close([*found.sockets, *other.sockets])
+    assert other.claim is not None
+    other.claim.clear()
     assert os.listdir(tmp_path) == []
     (tmp_path / "world.rank0").write_bytes(b"\xc1")
-    with pytest.raises(OSError, match="no address of rank 0"):
+    with pytest.raises(OSError, match="has not written its address"):
         others.connect()
+    close(listen(first, first.look()).sockets)
+
+
+def test_one_of_two_gets_the_place(tmp_path: Path) -> None:
+    """The other one's sockets are closed. Numbers of entries stay."""
+    first, second = (Meeting(f"file://{tmp_path}/world", "lo") for _ in range(2))
+    seen = second.look()
+    made = listen(first, seen)
+    assert made.claim is not None
+    assert made.claim.renew(time.monotonic(), 5, 3)
+    assert second.listen("b", 2.0, seen) is None
+    claimed = listen(second, second.look())
+    assert not made.claim.renew(time.monotonic(), 6, 3)
+    record = second.look().record
+    assert record is not None
+    assert (record.entries, record.joins, record.number) == (5, 3, 2)
+    close([*made.sockets, *claimed.sockets])
 
 
 def test_a_world_on_one_machine_listens_at_no_port(tmp_path: Path) -> None:
     """Of a private URL, and of a file if rank 0 uses the loopback interface."""
     for url in ("unix://here", f"file://{tmp_path}/world"):
-        _, listening = Meeting(url, "lo").listen()
-        assert [each.family for each in listening] == [socket.AF_UNIX]
-        close(listening)
+        made = listen(Meeting(url, "lo"))
+        assert [each.family for each in made.sockets] == [socket.AF_UNIX]
+        close(made.sockets)
 
 
 def test_an_address_on_another_machine(tmp_path: Path) -> None:
@@ -55,13 +84,16 @@ def test_an_address_on_another_machine(tmp_path: Path) -> None:
     path = tmp_path / "world.rank0"
     others = Meeting(f"file://{tmp_path}/world")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        path.write_bytes(dump(Published("id", "elsewhere", *server.getsockname())))
+        path.write_bytes(dump(Record("id", "w0", "elsewhere", *server.getsockname())))
         world, connected = others.connect()
         assert world == "id"
         assert connected[0].getpeername() == server.getsockname()
         close(connected)
-    path.write_bytes(dump(Published("id", "elsewhere", "", 0)))
-    with pytest.raises(OSError, match="rank 0 listens on its own machine only"):
+    path.write_bytes(dump(Record("id", "w0", "elsewhere")))
+    with pytest.raises(OSError, match="'w0', which keeps it, listens on its own machine only"):
+        others.connect()
+    path.write_bytes(dump(Record("id", "w0", "elsewhere", is_closed=True)))
+    with pytest.raises(OSError, match="'w0' kept it, and has left"):
         others.connect()
 
 
@@ -71,20 +103,19 @@ def test_an_address_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"another process listens at 127.0.0.1:{port}"):
-            Meeting(f"tcp://127.0.0.1:{port}").listen()
+            Meeting(f"tcp://127.0.0.1:{port}").listen("a")
     free = Meeting(f"tcp://127.0.0.1:{port}", "lo")
-    _, listening = free.listen()
-    close(listening)
+    close(listen(free).sockets)
     free.withdraw()
 
 
 def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """That listens at the abstract socket is not taken for rank 0."""
-    _, listening = Meeting("unix://other").listen()
+    made = listen(Meeting("unix://other"))
     monkeypatch.setattr(meeting, "is_same_user", lambda _: False)
     with pytest.raises(OSError, match="another user"):
         Meeting("unix://other").connect()
-    close(listening)
+    close(made.sockets)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Nodes without torch's RPC: two of them in one process."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -372,6 +373,21 @@ async def test_a_loss_that_is_known_before_the_block_begins() -> None:
         ends.near.membership.report(ends.near.members.peers["far"], Event.FAILURE, error)
         ends.near.membership.report_losses(losses.append)
         assert losses == [error]
+
+
+@pytest.mark.promise("worlds.unreached")
+async def test_the_error_for_silence() -> None:
+    """A peer on another host that was never heard of may be out of reach: it names the address."""
+    async with two_ends() as ends:
+        peer = ends.near.members.peers["far"]
+        found = ends.near.membership._silence_error(peer, 8.74)
+        assert str(found) == "worker 'far' is lost: no sign of life for 8.74 s"
+        peer.member = dataclasses.replace(peer.member, address="uv://10.0.0.2:7")
+        found = ends.near.membership._silence_error(peer, 8.74)
+        assert "for 8.74 s, nor any before, at uv://10.0.0.2:7. If it runs, give it" in str(found)
+        peer.last_heard = 1.0
+        found = ends.near.membership._silence_error(peer, 8.74)
+        assert found.reason == "no sign of life for 8.74 s"
 
 
 async def test_waits_are_looked_at_when_a_state_has_changed(

@@ -32,6 +32,24 @@ def one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "KEPT_GONE", 1)
 
 
+@pytest.mark.parametrize(
+    ("own", "theirs", "endpoint", "found"),
+    [
+        ("here", "here", "", ""),
+        ("here", "there", "", "uv://10.0.0.2:7"),
+        ("here", "there", "10.0.0.2:29600", "10.0.0.2:29600"),
+        ("", "", "", "uv://10.0.0.2:7"),
+    ],
+    ids=["same namespace", "another one", "one port", "unknown"],
+)
+def test_the_address_of_a_peer_elsewhere(own: str, theirs: str, endpoint: str, found: str) -> None:
+    """Within one network namespace the address is no reason not to reach a peer."""
+    me = PeerInfo("a", 0, 5, "uv://10.0.0.1:7", namespace=own)
+    peer = PeerInfo("b", 1, 6, "uv://10.0.0.2:7", namespace=theirs, endpoint=endpoint)
+    every = Peers("a", [me, peer])
+    assert every.address_elsewhere(every.peers["b"]) == found
+
+
 def test_members_by_name_and_by_rank() -> None:
     """A worker is no peer of itself."""
     found = members()

@@ -40,6 +40,6 @@ def test_a_replacement_process_may_have_other_maps(logs: Any) -> None:
     assert leave == ("leave", "b", -1, ["cuda:0"], OWN)
     assert rest == [
         ("init",),
-        ("join", "b", 78, ["cuda:0", "cuda:1"], {**OWN, "b": {"cuda:1": "cuda:0"}}),
+        ("join", "b", 78, ["cuda:0", "cuda:1"], {"b": {"cuda:1": "cuda:0"}}),
         ("routes", {"cuda:1": "cuda:0"}),
     ]

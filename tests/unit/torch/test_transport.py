@@ -37,3 +37,17 @@ def test_transport_errors_by_name(
         return
     assert isinstance(error, aiorpc.WorkerLost)
     assert (error.worker, error.reason) == ("ps", reason)
+
+
+def test_a_connection_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the address and what to do; one of a connection that broke does not."""
+    monkeypatch.setattr(rrefs, "is_adopted", lambda: False)
+    refused = RuntimeError("ECONNREFUSED: connection refused (tensorpipe/transport/uv/uv.h:297)")
+    assert str(classify_error(refused, "ps", "uv://10.0.0.2:39318")) == (
+        "worker 'ps' is lost: no connection to uv://10.0.0.2:39318: connection refused. If it "
+        "runs, give it the interface= (or AIORPC_INTERFACE) at which the others reach it, and open "
+        "its ports"
+    )
+    broken = RuntimeError("ECONNRESET: connection reset by peer (tensorpipe/transport/uv/uv.h:297)")
+    error = classify_error(broken, "ps", "uv://10.0.0.2:39318")
+    assert str(error) == "worker 'ps' is lost: its connection has ended: connection reset by peer"

@@ -57,6 +57,13 @@ def test_errors_name_worker_peer_and_device() -> None:
     )
 
 
+def test_auto_is_resolved_once_for_all_first_workers() -> None:
+    """Those with as many devices share their maps: the maps of N workers are not N squared."""
+    found = resolve_device_maps([registration(f"w{rank}", 2, "auto") for rank in range(9)])
+    assert all(each is found[0] for each in found)
+    assert len(found[0]) == 9
+
+
 def test_maps_of_workers_that_join() -> None:
     """They have maps for those before them, which have none for them; own mistakes are errors."""
     first = registration("a", 2, "auto")

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from aiorpc_torch import WorkerLost, WorldTimeout
 from aiorpc_torch._directory.directory_messages import Entering, Member, Registered
 from aiorpc_torch._directory.directory_server import DirectoryServer
-from aiorpc_torch._directory.meeting import Meeting, Published
+from aiorpc_torch._directory.meeting import Meeting
+from aiorpc_torch._directory.record import Record
 from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
@@ -311,7 +312,8 @@ async def test_an_address_at_which_another_world_listens(tmp_path: Path) -> None
     other = Group(f"tcp://127.0.0.1:{free_port()}")
     waiting = other.register(registration(0, 2))
     await other.registered(1)
-    stale = Published("0" * 32, "elsewhere", "127.0.0.1", int(other.url.rpartition(":")[2]))
+    port = int(other.url.rpartition(":")[2])
+    stale = Record("0" * 32, "w0", "elsewhere", "127.0.0.1", port)
     (tmp_path / "world.rank0").write_bytes(dump(stale))
     group = Group(f"file://{tmp_path}/world")
     exc = await failure(group.register(registration(1, 5), timeout=0.2))
@@ -392,7 +394,7 @@ async def test_what_has_changed_while_there_was_no_connection(group: Group) -> N
     node.members.apply(node.members.peers["w1"], Event.LOSS, WorkerLost("w1"))
     node.members.admit(PeerInfo("added", 5, 5, ""))  # its announcement was lost
     numbers = {"w0": 0, "w1": 1, "added": 5, "new": 4}
-    listed = [Member(name, n, n, "", {}, "", "") for name, n in numbers.items()]
+    listed = [Member(registration(n, 9, name=name), n, "", {}, "") for name, n in numbers.items()]
     group.client(registration(0))._update(node, listed, ["entering"])
     entered = [("announce", "added"), ("add", "new"), ("announce", "new")]
     assert told == [("probe", "w1"), *entered, ("left", 2, "left", "")]

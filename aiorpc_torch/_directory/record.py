@@ -1,0 +1,147 @@
+"""The record at a place that can be rewritten: where the directory of a world is, and whose it is.
+
+One worker keeps the directory. It renews its record, by compare-and-swap, so that no two can: if
+another one has written since, the swap fails, and the directory closes. It writes the numbers that
+it gives to processes before it gives them, so that none is given twice.
+
+Any other may claim the place once the record has stood unchanged for its lease, measured by the
+clock of the one that looks. The keeper stops, by its own clock, a lease after its last renewal
+began, which was before anybody could read it. Clocks need not agree, only run at one speed.
+"""
+
+import msgspec
+
+from .._wire.plain import dump, reader
+from .shared_values import SharedValue
+
+MIN_LEASE = 2.0  # seconds
+STAGGER = 1.0  # seconds for which a worker lets the one before it claim the place
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """A directory's record. With TCP at a fixed address rank 0 writes one that it never renews."""
+
+    world: str
+    """Random id of the directory, with which it greets, and name of its abstract Unix socket."""
+    holder: str
+    """Name of the worker that keeps it."""
+    namespace: str = ""
+    """Network namespace in which that socket is reached."""
+    host: str = ""
+    """Address for other namespaces, "" for that of the store."""
+    port: int = 0
+    """Port for other namespaces, 0 if it listens at none."""
+    lease: float = 0.0
+    """Seconds for which it stands without a renewal."""
+    number: int = 0
+    """It grows with each record at this place."""
+    entries: int = 0
+    """Processes that have entered since the start."""
+    joins: int = 0
+    """Those of them that have got a new rank."""
+    is_closed: bool = False
+    """Whether its keeper has left."""
+
+
+read_record = reader(Record)
+
+
+def lease_for(heartbeat: float) -> float:
+    """Return the lease in seconds: a takeover is to end within `heartbeat` and 3 s."""
+    return max(heartbeat / 2, MIN_LEASE)
+
+
+class Watch:
+    """The place as one worker sees it, in order to claim it. It has no clock."""
+
+    def __init__(self) -> None:
+        self._seen: bytes | None = None
+        self._since = float("-inf")
+
+    def see(self, value: bytes | None, now: float) -> None:
+        """Note the value of the place, read before `now`."""
+        if self._since == float("-inf") or value != self._seen:
+            self._seen, self._since = value, now
+
+    def may_claim(self, record: Record | None, now: float, before: int, *, is_dead: bool) -> bool:
+        """Return whether the place may be claimed: a swap decides.
+
+        Args:
+            before: number of the workers that are to claim it rather.
+            is_dead: whether the process that has written the record is known to be dead.
+        """
+        has_ended = record is None or record.is_closed or is_dead
+        lease = 0.0 if has_ended or record is None else record.lease
+        return now - self._since >= lease + before * STAGGER
+
+
+class Claim:
+    """The record of a directory as its keeper renews it. Methods block; one at a time.
+
+    Args:
+        value: that of the place, which is `written`.
+        record: what was written.
+        now: time before it was written.
+    """
+
+    def __init__(self, value: SharedValue, record: Record, written: bytes, now: float) -> None:
+        self._value, self._record = value, record
+        self._written = [written]  # and after it those of which it is not known
+        self._end = now + record.lease
+        self.lease = record.lease
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Return the entries and joins of the record."""
+        return self._record.entries, self._record.joins
+
+    def is_valid(self, now: float) -> bool:
+        """Return whether no other worker can have claimed the place by `now`."""
+        return now < self._end
+
+    def renew(self, now: float, entries: int, joins: int, *, is_closed: bool = False) -> bool:
+        """Renew the record, with these numbers; return False if another worker has the place.
+
+        Raises:
+            OSError: if the place is not reached.
+        """
+        number = self._record.number + 1
+        record = msgspec.structs.replace(
+            self._record, number=number, entries=entries, joins=joins, is_closed=is_closed
+        )
+        new = dump(record)
+        known, self._written = self._written, [*self._written, new]
+        if not any(self._value.swap(old, new) for old in known):
+            return False
+        self._record, self._written, self._end = record, [new], now + self.lease
+        return True
+
+    def close(self) -> None:
+        """Close the connections to the place."""
+        self._value.close()
+
+    def abandon(self, now: float) -> None:
+        """Leave the place as if it had not been claimed. Raises OSError as `renew`."""
+        if self._record.number:
+            self.renew(now, *self.numbers, is_closed=True)
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove the record: the world has ended. Raises OSError as `renew`."""
+        for written in self._written:
+            self._value.clear(written)
+
+
+def claim_place(
+    value: SharedValue, old: bytes | None, last: Record | None, record: Record, now: float
+) -> Claim | None:
+    """Claim a place whose value is `old`; return None if another worker was quicker.
+
+    The numbers of the `last` record stay, so that none is given twice.
+    """
+    if last is not None:
+        numbers = {"number": last.number + 1, "entries": last.entries, "joins": last.joins}
+        record = msgspec.structs.replace(record, **numbers)
+    new = dump(record)
+    return Claim(value, record, new, now) if value.swap(old, new) else None

@@ -1,0 +1,153 @@
+"""A value at a place that all workers of a world reach, changed by compare-and-swap.
+
+Of several that swap at once, one succeeds. The values are all different: so whoever does not know
+whether its swap took place, since the place did not answer, reads and compares.
+
+A file on one machine, or on a file system with locks that hold between machines, such as NFS 4,
+promises that. On one whose locks do not (NFS mounted with `nolock`), two may succeed.
+"""
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from .._torch.store import NoStoreError, StoreClient
+
+LOCK_TIMEOUT = 2.0  # seconds: a process holds the lock for less than a millisecond
+_LOCK_INTERVAL = 0.005  # seconds between two attempts
+
+
+class SharedValue(Protocol):
+    """A value that several processes read and swap. Methods block, for some seconds at most."""
+
+    def read(self) -> bytes | None:
+        """Return the value, None if there is none. Raises OSError if the place is not reached."""
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        """Write `new` if the value is `old`; return whether it was.
+
+        Raises:
+            OSError: if the place is not reached. The value may have been written.
+        """
+
+    def clear(self, old: bytes) -> None:
+        """Remove the value if it is `old`. Raises OSError if the place is not reached."""
+
+    def close(self) -> None:
+        """Close the connections to the place; the next call opens others."""
+
+
+class FileValue:
+    """A value in a file. A process that is killed leaves the last value, and no lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = path.with_name(f"{path.name}.lock")
+
+    def read(self) -> bytes | None:
+        """See `SharedValue`."""
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            self._path.parent.stat()  # there is such a directory
+            return None
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        """See `SharedValue`."""
+        with self._locked():
+            if (found := self.read()) != old:
+                if found is None:
+                    self._lock.unlink()
+                return False
+            # In one step: another process reads all of it, or what was there before.
+            written = self._path.with_name(f"{self._path.name}.new")
+            written.write_bytes(new)
+            written.replace(self._path)
+            return True
+
+    def clear(self, old: bytes) -> None:
+        """See `SharedValue`."""
+        with self._locked():
+            found = self.read()
+            if found == old:
+                self._path.unlink()
+            if found in (None, old):
+                self._lock.unlink()
+
+    def close(self) -> None:
+        """See `SharedValue`."""
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        end = time.monotonic() + LOCK_TIMEOUT
+        while (descriptor := self._try_to_lock()) is None:
+            if time.monotonic() > end:  # a frozen process has it
+                raise TimeoutError(f"another process keeps {self._lock} locked")
+            time.sleep(_LOCK_INTERVAL)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _try_to_lock(self) -> int | None:
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), self._lock.stat()):  # it was not removed
+                return descriptor
+        os.close(descriptor)
+        return None
+
+
+class StoreValue:
+    """A value in a store of torch, which `connect` connects to."""
+
+    def __init__(self, key: str, connect: Callable[[], StoreClient]) -> None:
+        self._key = key
+        self._connect = connect
+        self._client: StoreClient | None = None
+        self._used = threading.Lock()
+
+    def read(self) -> bytes | None:
+        """See `SharedValue`. Raises NoStoreError if another program listens there."""
+        found = self._ask(lambda client: client.read(self._key))
+        return bytes.fromhex(found.decode()) if found else None
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        """See `SharedValue`."""
+        return self._swap(old, new.hex().encode())
+
+    def clear(self, old: bytes) -> None:
+        """See `SharedValue`."""
+        self._swap(old, b"")
+
+    def close(self) -> None:
+        """See `SharedValue`."""
+        with self._used:
+            self._close()
+
+    def _close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _swap(self, old: bytes | None, new: bytes) -> bool:
+        was = b"" if old is None else old.hex().encode()
+        return self._ask(lambda client: client.swap(self._key, was, new)) == new
+
+    def _ask(self, question: Callable[[StoreClient], bytes | None]) -> bytes | None:
+        with self._used:
+            if self._client is None:
+                self._client = self._connect()
+            try:
+                return question(self._client)
+            except TimeoutError:
+                raise  # the client goes on to wait
+            except (OSError, NoStoreError):
+                self._close()
+                raise

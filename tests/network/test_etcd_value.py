@@ -1,0 +1,651 @@
+"""A value in etcd: one winner of each swap, members that die or freeze, users, TLS, leases."""
+
+import base64
+import contextlib
+import http.server
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from aiorpc_torch._directory import etcd_value
+from aiorpc_torch._directory.etcd_value import CALL_TIMEOUT, LEASE_TTL, EtcdValue, Place
+from tests.support.certificates import CURVE, Authority, openssl
+from tests.support.etcd_servers import START, Cluster, Member, eventually, needs_etcd, running
+from tests.support.slack import SLACK
+
+T = TypeVar("T")
+
+pytestmark = pytest.mark.slow
+THREADS = 100
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of one."""
+    with running(Member(tmp_path / "m0")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of three, all of which answer."""
+    with running(*(Member(tmp_path / f"m{number}") for number in range(3))) as cluster:
+        for each in cluster.members:
+            eventually(EtcdValue(f"etcd://{each.host}/world").read)
+        yield cluster
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + START
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def at_once(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run each task in a thread of its own; raise what one of them raises."""
+    gate, failures = threading.Barrier(len(tasks)), list[BaseException]()
+
+    def run(task: Callable[[], None]) -> None:
+        gate.wait()
+        try:
+            task()
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if failures:
+        raise failures[0]
+
+
+def append(value: EtcdValue, mark: bytes) -> None:
+    """Add a mark to the marks of a value, exactly once."""
+    in_doubt = False
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        try:
+            old = value.read()
+            if mark in (old or b"").split():
+                assert in_doubt, "a swap returned False, and had written"
+                return
+            if value.swap(old, mark if old is None else old + b" " + mark):
+                return
+        except OSError:
+            in_doubt = True
+    raise AssertionError("no swap in time")
+
+
+# ── read, swap, clear ───────────────────────────────────────────────────────────────────────────
+
+
+@needs_etcd
+def test_read_swap_clear(alone: Cluster) -> None:
+    """Each acts on the value that it is told, also on bytes that are no text."""
+    value, other = alone.value(), alone.value()
+    assert value.read() is None
+    value.clear(b"a")
+    assert not value.swap(b"a", b"b")
+    first = bytes(range(256))
+    assert value.swap(None, first)
+    assert not other.swap(None, b"late")
+    assert other.read() == first
+    assert other.swap(first, b"")
+    assert value.read() == b""
+    assert value.swap(b"", b"2")
+    assert not other.swap(first, b"late")
+    assert not other.swap(first, b"2")
+    value.clear(b"1")
+    assert value.read() == b"2"
+    other.clear(b"2")
+    other.clear(b"2")
+    assert value.read() is None
+    assert not value.swap(b"2", b"3")
+    assert value.swap(None, b"4")
+
+
+@needs_etcd
+def test_names_are_keys(alone: Cluster) -> None:
+    """The key has a prefix; each name has a value of its own."""
+    names = {"a": b"a", "b/c": b"bc", "%C3%BC%3F": "aiorpc_torch/ü?".encode()}
+    for name, data in names.items():
+        assert alone.value(name=name).swap(None, data)
+    assert [alone.value(name=name).read() for name in names] == [*names.values()]
+    assert kv(alone, "aiorpc_torch/ü?")["value"] == encode(names["%C3%BC%3F"])
+
+
+@needs_etcd
+def test_one_of_a_hundred_threads_wins(alone: Cluster) -> None:
+    """For each value, the first one included."""
+    values = [alone.value() for _ in range(THREADS)]
+    old: bytes | None = None
+    for step in range(4):
+        won, unknown = list[bytes](), list[bytes]()
+
+        def swap(number: int, old: bytes | None = old, step: int = step) -> None:
+            new = b"%d of %d" % (number, step)
+            try:
+                if values[number].swap(old, new):
+                    won.append(new)  # noqa: B023 - the threads end in this iteration
+            except OSError:  # on a machine that is busy for seconds
+                unknown.append(new)  # noqa: B023
+
+        at_once([lambda number=number: swap(number) for number in range(THREADS)])
+        winner = eventually(values[0].read)
+        assert won == [winner] or (won == [] and winner in unknown)
+        old = winner
+
+
+@needs_etcd
+def test_no_increment_is_lost(alone: Cluster) -> None:
+    """Threads that read and swap in a loop, some with one value for all."""
+    shared = alone.value()
+
+    def count(number: int) -> None:
+        value = shared if number % 2 else alone.value()
+        for step in range(5):
+            append(value, b"%d.%d" % (number, step))
+
+    at_once([lambda number=number: count(number) for number in range(8)])
+    marks = (shared.read() or b"").split()
+    assert sorted(marks) == sorted(b"%d.%d" % (n, step) for n in range(8) for step in range(5))
+
+
+# ── leases ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def kv(cluster: Cluster, key: str = "aiorpc_torch/world") -> dict[str, Any]:
+    [found] = cluster.members[0].ask("kv/range", key=encode(key.encode()))["kvs"]
+    return dict(found)
+
+
+def encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@needs_etcd
+def test_the_lease_of_a_key(alone: Cluster) -> None:
+    """It lasts from the last swap on, whoever swaps, and ends with the key."""
+
+    def seconds_left() -> int:
+        return int(alone.members[0].ask("lease/timetolive", ID=lease).get("TTL", 0))
+
+    value, other = alone.value(), alone.value()
+    assert value.swap(None, b"1")
+    lease = kv(alone)["lease"]
+    assert LEASE_TTL - 5 <= seconds_left() <= LEASE_TTL
+    assert not other.swap(None, b"2")
+    until(lambda: seconds_left() < LEASE_TTL - 2)
+    before = seconds_left()
+    assert not other.swap(b"2", b"3")
+    assert other.swap(b"1", b"2")
+    assert seconds_left() > before
+    assert kv(alone)["lease"] == lease
+    assert [each["ID"] for each in alone.members[0].ask("lease/leases")["leases"]] == [lease]
+    value.clear(b"2")
+    assert alone.members[0].ask("lease/leases").get("leases", []) == []
+
+
+@needs_etcd
+def test_a_world_that_died_leaves_nothing(alone: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key goes with its lease, and can be made again."""
+    monkeypatch.setattr(etcd_value, "LEASE_TTL", 2)
+    value = alone.value()
+    assert value.swap(None, b"1")
+    until(lambda: value.read() is None)
+    assert not value.swap(b"1", b"2")
+    assert value.swap(None, b"3")
+
+
+# ── members that fail ───────────────────────────────────────────────────────────────────────────
+
+
+@needs_etcd
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_two_of_three_members_go_on(three: Cluster, fault: signal.Signals) -> None:
+    """Without a follower at once; without the leader once the others have a new one."""
+    value = three.value()
+    append(value, b"start")
+    marks = [b"start"]
+    for is_leader in (False, True):
+        victim = next(each for each in three.members if each.is_leader() == is_leader)
+        value = EtcdValue(first(three, victim))
+        victim.send(fault)
+        begin = time.monotonic()
+        if not is_leader:
+            assert (value.read() or b"").split() == marks
+            assert time.monotonic() - begin < CALL_TIMEOUT
+        for step in range(3):
+            mark = b"%s-%d" % (victim.name.encode(), step)
+            append(value, mark)
+            marks.append(mark)
+        print(f"{victim.name}, leader: {is_leader}: {time.monotonic() - begin:.2f} s")
+        assert eventually(three.value().read) == b" ".join(marks)
+        if fault == signal.SIGSTOP:
+            victim.send(signal.SIGCONT)
+        else:
+            victim.end()
+            three.start([victim])
+        eventually(EtcdValue(f"etcd://{victim.host}/world").read)
+    assert (value.read() or b"").split() == marks
+
+
+def first(cluster: Cluster, member: Member) -> str:
+    """Return a URL of a cluster with `member` first."""
+    members = sorted(cluster.members, key=lambda each: each is not member)
+    return Cluster(members).url()
+
+
+@needs_etcd
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_no_member_answers(three: Cluster, fault: signal.Signals) -> None:
+    """Each call ends with an error in seconds, and works again when they do."""
+    value = three.value()
+    assert value.swap(None, b"1")
+    for each in three.members:
+        each.send(fault)
+        if fault == signal.SIGKILL:
+            each.end()
+    calls: list[Callable[[], object]] = [
+        value.read,
+        lambda: value.swap(b"1", b"2"),
+        lambda: value.swap(None, b"3"),
+        lambda: value.clear(b"1"),
+    ]
+
+    def fails(call: Callable[[], object]) -> None:
+        with pytest.raises(OSError, match="no answer from etcd"):
+            call()
+
+    begin = time.monotonic()
+    at_once([lambda call=call: fails(call) for call in calls])
+    assert time.monotonic() - begin < CALL_TIMEOUT + SLACK
+    if fault == signal.SIGKILL:
+        three.start()
+    else:
+        for each in three.members:
+            each.send(signal.SIGCONT)
+    # A request that a frozen member had received may run now.
+    assert eventually(value.read) in (b"1", b"2", b"3", None)
+
+
+# ── answers that are lost ───────────────────────────────────────────────────────────────────────
+
+
+class Gateway:
+    """A port before a member that runs transactions, and closes without an answer."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.is_held = False
+        """Keep a transaction instead of running it."""
+        self.held: list[bytes] = []
+        self.then: Callable[[], object] = bool
+        """Called when a transaction has run."""
+        gateway = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers["Content-Length"]))
+                self.close_connection = True
+                is_transaction = self.path.endswith("/txn")
+                if is_transaction and gateway.is_held:
+                    gateway.held.append(data)
+                    return
+                answer = gateway.forward(self.path, data)
+                if is_transaction:
+                    gateway.then()
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    def forward(self, path: str, data: bytes) -> bytes:
+        url = urllib.request.Request(self.member.client + path, data)
+        with urllib.request.urlopen(url, timeout=START) as answer:
+            return bytes(answer.read())
+
+    def value(self) -> EtcdValue:
+        """Return a value whose first member is this port, and whose second one is etcd."""
+        port = self.server.server_address[1]
+        return EtcdValue(f"etcd://127.0.0.1:{port},{self.member.host}/world")
+
+
+@pytest.fixture
+def gateway(alone: Cluster) -> Iterator[Gateway]:
+    found = Gateway(alone.members[0])
+    thread = threading.Thread(target=found.server.serve_forever, args=(0.05,))
+    thread.start()
+    yield found
+    found.server.shutdown()
+    thread.join()
+    found.server.server_close()
+
+
+@needs_etcd
+def test_a_swap_whose_answer_is_lost(gateway: Gateway, alone: Cluster) -> None:
+    """It is sent again, and finds that it has written."""
+    assert gateway.value().swap(None, b"1")
+    assert gateway.value().swap(b"1", b"2")
+    gateway.value().clear(b"2")
+    assert alone.value().read() is None
+
+
+@needs_etcd
+def test_a_value_that_was_replaced_before_the_answer(gateway: Gateway, alone: Cluster) -> None:
+    """Whether it was written is known for the first value of a key, by the lease."""
+    other = alone.value()
+    gateway.then = lambda: other.swap(b"1", b"2")
+    assert gateway.value().swap(None, b"1")
+    assert other.read() == b"2"
+    gateway.then = lambda: other.swap(b"3", b"4")
+    with pytest.raises(OSError, match="may have been written"):
+        gateway.value().swap(b"2", b"3")
+    assert other.read() == b"4"
+
+
+@needs_etcd
+def test_a_request_that_arrives_late(gateway: Gateway, alone: Cluster) -> None:
+    """It does not create the key again, once another attempt has."""
+    gateway.is_held = True
+    assert gateway.value().swap(None, b"1")
+    value = alone.value()
+    value.clear(b"1")
+    [late] = gateway.held
+    with pytest.raises(urllib.request.HTTPError) as refused:
+        gateway.forward("/v3/kv/txn", late)
+    with refused.value:
+        assert b"lease not found" in refused.value.read()
+    assert value.read() is None
+
+
+# ── networks ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_name_that_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup itself has no time limit; the call has one."""
+    answered = threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        answered.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    value = EtcdValue("etcd://db.invalid:2379/world")
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="no answer from etcd"):
+        value.read()
+    assert time.monotonic() - begin < CALL_TIMEOUT + SLACK
+    answered.set()
+    with pytest.raises(OSError, match="Name or service not known"):
+        value.read()
+
+
+def test_an_answer_that_never_ends() -> None:
+    """A byte now and then holds no call up."""
+    ends = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
+                while not ends.wait(0.05):
+                    self.wfile.write(b"x")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        begin = time.monotonic()
+        with pytest.raises(OSError, match="no answer from etcd"):
+            EtcdValue(f"etcd://127.0.0.1:{server.server_address[1]}/world").swap(b"1", b"2")
+        assert time.monotonic() - begin < CALL_TIMEOUT + SLACK
+        ends.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", ["{}", "[]", "hello", '{"header": 1'])
+def test_another_program(answer: str) -> None:
+    """What answers and is not etcd is named."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        with pytest.raises(OSError, match="no answer of etcd's JSON gateway"):
+            EtcdValue(f"etcd://127.0.0.1:{server.server_address[1]}/world").read()
+        server.shutdown()
+        thread.join()
+
+
+# ── users ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def users(alone: Cluster) -> Cluster:
+    """An etcd with a user for the keys of this library, and one without rights."""
+    ask = alone.members[0].ask
+    ask("auth/role/add", name="root")
+    ask("auth/role/add", name="worlds")
+    prefix = {"key": encode(b"aiorpc_torch/"), "range_end": encode(b"aiorpc_torch0")}
+    ask("auth/role/grant", name="worlds", perm={"permType": "READWRITE", **prefix})
+    for user, roles in {"root": ["root"], "wörker": ["worlds"], "guest": []}.items():
+        ask("auth/user/add", name=user, password=f"{user}:/?")
+        for role in roles:
+            ask("auth/user/grant", user=user, role=role)
+    ask("auth/enable")
+    return alone
+
+
+WORKER = "w%C3%B6rker:w%C3%B6rker%3A%2F%3F@"
+
+
+@needs_etcd
+def test_users(users: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The password is in the URL or in the environment; an error names the remedy, never it."""
+    value = users.value(login=WORKER)
+    assert value.swap(None, b"1")
+    assert value.swap(b"1", b"2")
+    monkeypatch.setenv(etcd_value.PASSWORD_VARIABLE, "wörker:/?")
+    assert users.value(login="w%C3%B6rker@").read() == b"2"
+    assert users.value(login=WORKER).read() == b"2"
+    monkeypatch.setenv(etcd_value.PASSWORD_VARIABLE, "secret")
+    with pytest.raises(PermissionError, match=etcd_value.PASSWORD_VARIABLE) as wrong:
+        users.value(login="w%C3%B6rker@").read()
+    assert "secret" not in str(wrong.value)
+    with pytest.raises(OSError, match="user:password@"):
+        users.value().read()
+    with pytest.raises(OSError, match=r"grant-permission ROLE readwrite aiorpc_torch/world|users"):
+        users.value(login="guest:guest%3A%2F%3F@").read()
+    value.clear(b"2")
+    assert value.read() is None
+
+
+@needs_etcd
+def test_a_token_that_has_run_out(users: Cluster) -> None:
+    """A member that was restarted knows no token: the next attempt has a new one."""
+    value = users.value(login=WORKER)
+    assert value.swap(None, b"1")
+    [member] = users.members
+    for step in range(1, 3):
+        member.end()
+        users.start()
+        eventually(users.value(login=WORKER).read)
+        assert value.swap(b"%d" % step, b"%d" % (step + 1))
+
+
+@needs_etcd
+def test_a_password_that_is_not_needed(alone: Cluster) -> None:
+    """etcd without users takes none."""
+    with pytest.raises(PermissionError, match="has no users"):
+        alone.value(login="a:b@").read()
+
+
+# ── TLS ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Named(Authority):
+    """An authority whose certificates are for 127.0.0.1."""
+
+    def files(self, name: str = "server", days: int = 2) -> tuple[str, str, str]:
+        cert, key, request = (str(self.folder / f"{name}.{end}") for end in ("pem", "key", "csr"))
+        extensions = self.folder / "extensions"
+        extensions.write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
+        openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+        signed = ("-CA", str(self.ca), "-CAkey", self._key, "-CAcreateserial", "-days", str(days))
+        openssl("x509", "-req", "-in", request, "-out", cert, "-extfile", str(extensions), *signed)
+        return cert, key, str(self.ca)
+
+
+@needs_etcd
+def test_tls(tmp_path: Path) -> None:
+    """The certificate of etcd is that of the authority in the URL, for the host in the URL."""
+    cert, key, ca = Named(tmp_path).files()
+    other = Authority(tmp_path, "another one")
+    options = ("--cert-file", cert, "--key-file", key)
+    with running(Member(tmp_path / "m0", options, "https"), query=f"?ca={ca}") as cluster:
+        value = cluster.value(query=f"?ca={ca}")
+        assert value.swap(None, b"1")
+        assert value.read() == b"1"
+        [member] = cluster.members
+        named = EtcdValue(f"etcd://localhost:{member.port}/world?ca={ca}")
+        for refused in (cluster.value(query=f"?ca={other.ca}"), cluster.value(query="?tls=1")):
+            with pytest.raises(OSError, match=r"certificate is refused.*ca="):
+                refused.read()
+        with pytest.raises(OSError, match="certificate is refused"):
+            named.read()
+        with pytest.raises(OSError, match=r"\?ca="):
+            cluster.value().read()
+
+
+@needs_etcd
+def test_tls_with_certificates_of_clients(tmp_path: Path) -> None:
+    """etcd refuses a client without one."""
+    authority = Named(tmp_path)
+    cert, key, ca = authority.files()
+    own, own_key, _ = authority.files("worker of a team")
+    options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
+    query = f"?ca={ca}&cert={own.replace(' ', '%20')}&key={own_key.replace(' ', '%20')}"
+    member = Member(tmp_path / "m0", (*options, "--client-cert-auth"), "https")
+    with running(member, query=query) as cluster:
+        value = cluster.value(query=query)
+        assert value.swap(None, b"1")
+        assert value.swap(b"1", b"2")
+        with pytest.raises(OSError, match="cert= and key="):
+            cluster.value(query=f"?ca={ca}").read()
+
+
+@needs_etcd
+def test_tls_that_etcd_does_not_use(alone: Cluster) -> None:
+    """The error says to leave it out."""
+    with pytest.raises(OSError, match="leave out"):
+        alone.value(query="?tls=1").read()
+
+
+# ── URLs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_parts_of_a_url() -> None:
+    """Each is percent-decoded; the password is in no text."""
+    found = Place.parse("etcd://me:p%40%2F%3F@a:1,[fe80::1]:2/my/world%20?tls=1&ca=/a+b%26c")
+    assert found.members == (("a", 1), ("fe80::1", 2))
+    assert (found.user, found.password, found.name) == ("me", "p@/?", "my/world ")
+    assert (found.has_tls, found.ca, found.cert) == (True, "/a+b&c", "")
+    assert str(found) == "etcd://a:1,[fe80::1]:2/my/world "
+    assert "p@" not in repr(found)
+    assert not Place.parse("etcd://a:1/b").has_tls
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("etcd:a:1/b", "etcd://host:port/name"),
+        ("http://a:1/b", "etcd://host:port/name"),
+        ("etcd:///b", "etcd://host:port/name"),
+        ("etcd://a:1", "no name after its hosts: write etcd://host:port/name"),
+        ("etcd://a:1/", "no name"),
+        ("etcd://a/b", "must be host:port"),
+        ("etcd://a:1,/b", "must be host:port"),
+        ("etcd://a:0/b", "must be host:port"),
+        ("etcd://a:65536/b", "must be host:port"),
+        ("etcd://a:²/b", "must be host:port"),
+        ("etcd://:1/b", "must be host:port"),
+        ("etcd://::1:1/b", "brackets"),
+        ("etcd://[a]:1/b", "brackets"),
+        ("etcd://me:secret/@a:1/b", "%2F for a '/'"),
+        ("etcd://me:secret?@a:1/b", "no name"),
+        ("etcd://me:secret#@a:1/b", "%23"),
+        ("etcd://@a:1/b", "no user"),
+        ("etcd://:secret@a:1/b", "no user"),
+        ("etcd://me@a:1/b", "without a password"),
+        ("etcd://me:@a:1/b", "without a password"),
+        ("etcd://a:1/b?timeout=1", "may have ca="),
+        ("etcd://a:1/b?ca", "may have ca="),
+        ("etcd://a:1/b?ca=", "may have ca="),
+        ("etcd://a:1/b?ca=a&ca=b", "may have ca="),
+        ("etcd://a:1/b?tls=0", "tls= in the URL must be 1"),
+        ("etcd://a:1/b?cert=a", "both cert= and key="),
+        ("etcd://a:1/b?ca=/no/file", "ca=/no/file of the URL cannot be used: No such file"),
+        ("etcd://a:1/b?cert=/no/cert&key=/no/key", "cert=/no/cert of the URL cannot be used"),
+    ],
+)
+def test_a_url_that_is_malformed(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to write, without a part of the password."""
+    monkeypatch.delenv(etcd_value.PASSWORD_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=re.escape(text)) as refused:
+        EtcdValue(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    """The error names the file."""
+    first, second = Authority(tmp_path), Authority(tmp_path, "another one")
+    cert, key, ca = first.files()
+    other = second.files()[1].replace(" ", "%20")
+    encrypted = str(tmp_path / "encrypted.key")
+    openssl("ec", "-in", key, "-out", encrypted, "-aes128", "-passout", "pass:secret")
+    for query, text in {
+        f"ca={key}": "ca=",
+        f"cert={cert}&key={other}": "key values mismatch",
+        f"cert={cert}&key={encrypted}": "encrypted",
+        f"cert={ca}&key={cert}": "cannot be used",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            EtcdValue(f"etcd://a:1/b?{query}")
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "etcd3gw", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'aiorpc_torch[etcd]'")):
+        EtcdValue("etcd://a:1/b")

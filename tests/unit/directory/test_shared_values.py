@@ -1,0 +1,142 @@
+"""Values that several swap: one wins, and whoever dies or freezes with the lock hinders nobody."""
+
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from aiorpc_torch._directory import shared_values
+from aiorpc_torch._directory.shared_values import FileValue, SharedValue, StoreValue
+from aiorpc_torch._torch.store import NoStoreError, StoreClient
+
+
+class Place:
+    """A place, and as many clients of its value as a test needs."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._path = folder / "value"
+        self._store: TCPStore | None = None
+        if kind == "store":
+            # torch's own socket is an IPv6 one, of which it looks up the names of its clients.
+            bare = socket.create_server(("127.0.0.1", 0))
+            self._address, fd = bare.getsockname(), bare.detach()
+            self._store = TCPStore(*self._address, None, True, master_listen_fd=fd)
+        self._clients: list[SharedValue] = []
+
+    def client(self) -> SharedValue:
+        connect = lambda: StoreClient(socket.create_connection(self._address, 30))  # noqa: E731
+        found = StoreValue("key", connect) if self._store is not None else FileValue(self._path)
+        self._clients.append(found)
+        return found
+
+    def close(self) -> None:
+        for each in self._clients:
+            each.close()
+
+
+@pytest.fixture(params=["file", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    found = Place(request.param, tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_value(place: Place) -> None:
+    """Only who knows it changes it."""
+    one, other = place.client(), place.client()
+    assert one.read() is None
+    assert not one.swap(b"a", b"b"), "there is none"
+    assert one.swap(None, b"\0a")
+    assert not other.swap(None, b"b")
+    assert other.read() == b"\0a"
+    assert other.swap(b"\0a", b"b")
+    assert not one.swap(b"\0a", b"c")
+    one.clear(b"\0a")
+    assert one.read() == b"b"
+    one.clear(b"b")
+    assert other.read() is None
+    assert one.swap(None, b"d")
+
+
+def test_one_of_many_wins(place: Place) -> None:
+    """A number that all count up loses no step."""
+    clients = [place.client() for _ in range(8)]
+    start = threading.Barrier(len(clients))
+
+    def count(number: int) -> None:
+        start.wait(30)
+        done = 0
+        while done < 20:
+            old = clients[number].read()
+            count = int((old or b"0").split()[0]) + 1
+            done += clients[number].swap(old, b"%d by %d" % (count, number))  # all are different
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        [*pool.map(count, range(len(clients)))]
+    assert (clients[0].read() or b"").startswith(b"160 ")
+
+
+def test_a_lock_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a frozen process: an error in time. By one that has died: none."""
+    monkeypatch.setattr(shared_values, "LOCK_TIMEOUT", 0.05)
+    value = FileValue(tmp_path / "value")
+    assert value.swap(None, b"a")
+    with (tmp_path / "value.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match=r"another process keeps .*value\.lock locked"):
+            value.swap(b"a", b"b")
+        assert value.read() == b"a"
+    assert value.swap(b"a", b"b")
+    value.clear(b"b")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """A mistake in the path is none of a world that has not started."""
+    value = FileValue(tmp_path / "nowhere" / "value")
+    with pytest.raises(FileNotFoundError):
+        value.read()
+    with pytest.raises(FileNotFoundError):
+        value.swap(None, b"a")
+
+
+def test_a_store_that_ends() -> None:
+    """An error for the call; the next one connects again."""
+    connections: list[socket.socket] = []
+
+    def connect() -> StoreClient:
+        ours, theirs = socket.socketpair()
+        connections.append(theirs)
+        theirs.sendall(b"H") if len(connections) == 2 else None
+        theirs.shutdown(socket.SHUT_WR)
+        return StoreClient(ours)
+
+    value = StoreValue("key", connect)
+    with pytest.raises(ConnectionResetError):
+        value.read()
+    with pytest.raises(NoStoreError):
+        value.swap(None, b"a")
+    assert len(connections) == 2
+    for each in connections:
+        each.close()
+
+
+def test_an_answer_that_comes_late() -> None:
+    """It is not taken for that of the next question."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.05)
+    client = StoreClient(ours)
+    with ours, theirs:
+        with pytest.raises(TimeoutError):
+            client.swap("key", b"a", b"b")
+        with pytest.raises(TimeoutError):
+            client.read("key")
+        answer = lambda text: len(text).to_bytes(8, "little") + text  # noqa: E731
+        theirs.sendall(answer(b"b") + answer(b"c"))
+        assert client.read("key") == b"c"

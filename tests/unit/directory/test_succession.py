@@ -1,0 +1,369 @@
+"""Directories that take each other's place: whatever dies, freezes or is cut off at any step."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aiorpc_torch._directory.directory_messages import (
+    Ended,
+    Entering,
+    Failed,
+    Members,
+    Moved,
+)
+from tests.support.directories import Host, Network, Process, registration, start
+
+
+def world(size: int = 3) -> tuple[Network, list[Process]]:
+    """Return a world that runs, whose directory is beside rank 0."""
+    network, processes = start(size)
+    network.host.keeper = processes[0]
+    return network, processes
+
+
+def take_over(network: Network, keeper: Process) -> Host:
+    """Let a member keep the directory from now on, as far as it is concerned."""
+    lost = [name for name, n in keeper.view.items() if not network.is_alive(n)]
+    host = network.claim(keeper, keeper.knowledge.known(lost))
+    keeper.resume()
+    return host
+
+
+@pytest.mark.promise("succession.takeover")
+def test_a_member_takes_the_directory_over() -> None:
+    """The others are told who keeps it, and not again who is there. Ranks and ids go on."""
+    network, [first, second, third] = world()
+    joined = network.join("a")
+    network.settle()
+    first.end()
+    for each in (second, third, joined):
+        each.cut()
+    take_over(network, second)
+    waiting = network.join("b")
+    assert not waiting.inbox, "the others are not here yet"
+    third.resume()
+    joined.resume()
+    network.settle()
+    assert [each.coordinator for each in (second, third, joined, waiting)] == ["w1"] * 4
+    assert Moved("w1") in third.heard
+    assert sum(isinstance(each, Members) for each in third.heard) == 1, "of the start"
+    assert (waiting.own.rank, waiting.number) == (4, 4)
+    assert second.view == third.view == joined.view == waiting.view
+    assert first.number in second.gone
+
+
+@pytest.mark.promise("succession.replacement")
+def test_a_replacement_process_of_rank_0_takes_it_up() -> None:
+    """It starts as that of a new world, and learns of the running one from the first member."""
+    network, [first, second, third] = world()
+    first.end()
+    second.cut()
+    third.cut()
+    back = network.new_process(registration(0, pid=99))
+    host = network.claim(back)
+    network.connect(back)
+    other = network.register(registration(1, pid=98))
+    assert not back.inbox, "a new world needs all ranks"
+    third.resume()
+    network.settle()
+    assert not back.has_entered, "the second may be alive"
+    second.resume()
+    network.settle()
+    assert back.has_entered
+    assert host.directory.is_needed
+    assert (back.own.rank, back.number, back.own.restarts) == (0, 3, 1)
+    assert isinstance(other.last, Failed)
+    assert "the first one is alive" in other.last.text
+    assert [each.coordinator for each in (back, second, third)] == ["w0"] * 3
+
+
+def test_a_new_world_starts_where_no_member_comes() -> None:
+    network, processes = world(2)
+    for each in processes:
+        each.end()
+    fresh = [network.new_process(registration(rank, 2)) for rank in range(2)]
+    network.claim(fresh[0])
+    for each in fresh:
+        network.connect(each)
+    network.settle()
+    assert all(each.has_entered for each in fresh)
+    assert [each.number for each in fresh] == [0, 1]
+
+
+def test_a_rank_0_that_starts_alone_waits_for_members_of_a_running_world() -> None:
+    """For its grace: then it starts a new one."""
+    network, [only] = world(1)
+    joined = network.join("a")
+    network.settle()
+    only.end()
+    for is_late in (False, True):
+        back = network.new_process(registration(0, 1))
+        host = network.claim(back, grace=1.0)
+        network.connect(back)
+        assert not back.inbox
+        joined.cut()
+        if is_late:
+            host.expiring.pop(0)()
+        joined.resume()
+        network.settle()
+        assert back.has_entered
+        assert (joined.coordinator, joined.is_over) == ("w0", is_late)
+        back.end()
+
+
+@pytest.mark.promise("succession.numbers")
+def test_an_entry_goes_on_at_the_next_directory() -> None:
+    """Whatever its step, with the numbers that it was given."""
+    for steps in range(4):
+        network, [first, second, third] = world()
+        joining = network.join("a")
+        for _ in range(steps):  # one message of each
+            for each in network.busy():
+                each.deliver()
+        first.end()
+        for each in (second, third, joining):
+            each.cut()
+        take_over(network, second)
+        third.resume()
+        if joining.number >= 0:
+            joining.resume()
+        else:
+            network.connect(joining)
+        network.settle()
+        assert joining.has_entered, steps
+        number = 3 if steps else 4  # it had not heard of the first
+        assert (joining.own.rank, joining.number) == (number, number)
+        expected = {"w0": 0, "w1": 1, "w2": 2, "a": number}
+        assert second.view == third.view == joining.view == expected
+
+
+@pytest.mark.promise("succession.never_two")
+def test_a_directory_that_has_lost_its_place_admits_nobody() -> None:
+    """It ends when it writes the next numbers; the process enters at the other one."""
+    network, [first, second, third] = world()
+    old = network.host
+    old.is_slow = True
+    joining = network.join("a")
+    second.cut()
+    take_over(network, second)
+    old.write()
+    assert old.is_closed
+    assert joining.heard == []
+    for each in (first, third):
+        each.resume()
+    network.connect(joining)
+    network.settle()
+    assert joining.has_entered
+    assert first.coordinator == "w1"
+
+
+@pytest.mark.promise("succession.frozen")
+def test_a_frozen_keeper_is_a_worker_like_any_other() -> None:
+    """Its process was replaced meanwhile, or was not."""
+    for is_replaced in (False, True):
+        network, [first, second, third] = world()
+        old, first.is_frozen = network.host, True
+        second.cut()
+        take_over(network, second)
+        third.cut()
+        third.resume()
+        if is_replaced:
+            back = network.register(registration(0, pid=99))
+        network.settle()
+        first.is_frozen = False
+        old.thaw()
+        old.close()
+        first.resume()
+        network.settle()
+        assert first.is_over is is_replaced
+        assert not is_replaced or back.has_entered
+
+
+@pytest.mark.promise("succession.never_two")
+def test_a_member_of_a_world_that_has_ended() -> None:
+    """It is none of the next world, though all numbers agree."""
+    network, first = world()
+    joined = network.join("a")
+    entering = network.join("b")
+    network.settle()
+    entering.has_entered = False
+    for each in first:
+        each.end()
+    joined.cut()
+    entering.cut()
+    fresh = [network.new_process(registration(rank)) for rank in range(3)]
+    network.claim(fresh[0])
+    for each in fresh:
+        network.connect(each)
+    network.settle()
+    joined.resume()
+    entering.resume()
+    network.settle()
+    assert joined.is_over
+    assert isinstance(entering.last, Failed)
+    assert all(each.view.keys() == {"w0", "w1", "w2"} for each in fresh)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["deliver"] * 6
+            + ["join", "back", "end", "end keeper", "retire", "depart", "expire", "freeze", "thaw"]
+            + ["cut", "resume", "resume", "claim", "claim", "slow", "write", "write", "candidate"]
+        ),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+def one_of(found: "list[Process]", number: int) -> "Process | None":
+    return found[number % len(found)] if found else None
+
+
+def is_open(network: Network) -> bool:
+    keeper = network.host.keeper
+    return not network.host.is_closed and (keeper is None or keeper.is_alive)
+
+
+def come(network: Network, process: Process) -> None:
+    """Let a process that has no connection get one, if there is a directory."""
+    if is_open(network) and not network.host.is_frozen:
+        if process.number >= 0 or process.has_entered:
+            process.resume()
+        else:
+            network.connect(process)
+
+
+def take(network: Network, step: str, number: int) -> None:
+    """Take one step of a history."""
+    running = [each for each in network.processes if each.is_alive and not each.is_frozen]
+    members = [each for each in running if each.has_entered and not each.is_over]
+    chosen, member = one_of(running, number), one_of(members, number)
+    cut_off = [each for each in running if each.is_cut and not each.is_over]
+    match step:
+        case "join":
+            come(
+                network,
+                network.new_process(registration(-1, -1, name="abw"[number % 3], joined=True)),
+            )
+        case "back":
+            come(network, network.new_process(registration(1 + number % 2)))
+        case "candidate" if not is_open(network):
+            process = network.new_process(registration(0, pid=200 + number))
+            network.claim(process)
+            network.connect(process)
+        case "deliver":
+            if busy := network.busy():
+                busy[number % len(busy)].deliver()
+        case "end" if chosen is not None:
+            chosen.end()
+        case "end keeper" if network.host.keeper is not None:
+            network.host.keeper.end()
+        case "retire" if member is not None and not member.is_cut:
+            member.retire()
+        case "depart" if member is not None and member.own.joined and not member.is_cut:
+            member.depart()
+        case "expire":
+            hosts = [each for each in network.hosts if each.expiring and not each.is_frozen]
+            if hosts:
+                host = hosts[number % len(hosts)]
+                host.do(host.expiring.pop(number % len(host.expiring)))
+        case "freeze" if chosen is not None:
+            chosen.is_frozen = True
+        case "thaw":
+            thaw(network)
+        case "cut" if member is not None:
+            member.cut()
+        case "resume" if (process := one_of(cut_off, number)) is not None:
+            come(network, process)
+        case "claim":
+            keepers = [each for each in cut_off if each in members and not each.is_retiring]
+            if (keeper := one_of(keepers, number)) is not None:
+                take_over(network, keeper)
+        case "slow":
+            network.host.is_slow = True
+        case "write":
+            write(network, number)
+
+
+def write(network: Network, number: int) -> None:
+    hosts = [each for each in network.hosts if each.writing and not each.is_frozen]
+    if hosts:
+        host = hosts[number % len(hosts)]
+        if host.is_closed:
+            host.writing.clear()
+        else:
+            host.write()
+
+
+def thaw(network: Network) -> None:
+    for each in network.processes:
+        each.is_frozen = False
+    for host in network.hosts:
+        host.thaw()
+
+
+def heal(network: Network) -> None:
+    """Let all that can go on go on, as it would in some seconds."""
+    thaw(network)
+    for _ in range(8):
+        for host in network.hosts:
+            host.is_slow = False
+            while host.writing:
+                write_all(host)
+            if host is not network.host:
+                host.close()  # it does not renew its claim
+        living = [each for each in network.processes if each.is_alive and not each.is_over]
+        if not is_open(network):
+            members = [each for each in living if each.has_entered and not each.is_retiring]
+            if not members:
+                return
+            take_over(network, min(members, key=lambda each: each.own.rank))
+        for each in living:
+            if each.is_cut:
+                come(network, each)
+        network.settle()
+        for step in [*network.host.expiring]:
+            network.host.expiring.remove(step)
+            step()
+        network.settle()
+        for each in living:
+            if each.heard and isinstance(each.heard[-1], Ended) and not each.has_entered:
+                each.cut()  # it tries again
+
+
+def write_all(host: Host) -> None:
+    if host.is_closed:
+        host.writing.clear()
+    else:
+        host.write()
+
+
+@pytest.mark.promise("succession.never_two")
+@given(STEPS)
+def test_all_end_with_one_view_and_one_directory(steps: list[tuple[str, int]]) -> None:
+    """Names, ranks and worker ids are given once."""
+    network, _ = world()
+    for step, number in steps:
+        take(network, step, number)
+    heal(network)
+    entered = [each for each in network.processes if each.has_entered]
+    assert len({each.number for each in entered}) == len(entered)
+    joined = [each for each in entered if each.own.joined]
+    assert len({each.own.rank for each in joined}) == len(joined)
+    living = [each for each in entered if each.is_alive and not each.is_over]
+    assert len({each.own.name for each in living}) == len(living)
+    if all(each.is_retiring for each in living):
+        return  # none will take the directory over
+    keeper = network.host.keeper
+    assert keeper is not None
+    departed = {each.number for each in network.processes if each.has_left}
+    views = [{(name, n) for name, n in each.view.items() if n not in departed} for each in living]
+    numbers = {each.number for each in living}
+    for each, view in zip(living, views, strict=True):
+        assert numbers <= {n for _, n in view}, (each, view, numbers)
+        assert each.coordinator == keeper.own.name
+    for each in network.processes:  # none waits without end
+        assert each.has_entered or not each.is_alive or isinstance(each.last, Failed | Entering), (
+            each
+        )
