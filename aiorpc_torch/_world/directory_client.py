@@ -299,10 +299,10 @@ class DirectoryClient:
     async def _in_thread(self, step: Callable[[], T]) -> T:
         guarded = partial(self._unless_closed, step)
         attempt = self._attempt = asyncio.ensure_future(run_in_thread(guarded, "aiorpc-join"))
-        found: T = await asyncio.shield(attempt)
+        await asyncio.wait((attempt,))  # if that is cancelled, `close` undoes the attempt
         if self._attempt is attempt:
             self._attempt = None
-        return found
+        return attempt.result()
 
     def _unless_closed(self, step: Callable[[], T]) -> T:
         """Run a step in a thread; undo it if this client was closed meanwhile."""

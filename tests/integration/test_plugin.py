@@ -181,6 +181,7 @@ async def test_world_left_open():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise("testing.leaks")
 def test_leaks_fail_the_test_that_left_them(run) -> None:
     """Each test is named at its end, and the next one starts without leaks."""
