@@ -302,7 +302,8 @@ class DirectoryClient:
         await asyncio.wait((attempt,))  # if that is cancelled, `close` undoes the attempt
         if self._attempt is attempt:
             self._attempt = None
-        return attempt.result()
+        found: T = attempt.result()
+        return found
 
     def _unless_closed(self, step: Callable[[], T]) -> T:
         """Run a step in a thread; undo it if this client was closed meanwhile."""
