@@ -17,6 +17,7 @@ from aiorpc_torch._directory.directory import Directory
 from aiorpc_torch._directory.directory_messages import FromWorker, ToWorker, read_from_worker
 from aiorpc_torch._directory.directory_stream import encode
 from aiorpc_torch._directory.registration import Registration
+from aiorpc_torch._directory.view import View
 from aiorpc_torch._wire.handshake import network_namespace
 
 from ._compare import lay_out, machine, number
@@ -24,6 +25,7 @@ from ._process import own_memory
 
 SIZES, QUICK = [1_000, 3_000, 10_000], [300]
 JOINS = 100
+SUCCESSOR, DEAD = 2, (0, 1)  # ranks
 PREFIX = 4  # bytes of a message's length
 
 
@@ -53,6 +55,7 @@ class Simulation:
         self._answers: deque[tuple[Sequence[int], ToWorker]] = deque()
         self._of: list[Registration] = []  # by the number of the connection
         self._counts = [0] * (len(Cost._fields) - 2)
+        self.view = View()  # of the worker that takes the directory over
         self._seconds = 0.0
         self._told: Counter[type[ToWorker]] = Counter()
 
@@ -65,6 +68,8 @@ class Simulation:
         for field, count in enumerate((1, size, len(numbers), size * len(numbers)), 2):
             self._counts[field] += count
         self._answers.append((numbers, message))
+        if SUCCESSOR in numbers:
+            self.view.hear(message)
         self._told[type(message)] += len(numbers)
 
     def close_connection(self, connection: int) -> None:
@@ -99,6 +104,10 @@ class Simulation:
         step()
         self._seconds += time.thread_time() - begin
 
+    def take_over(self, known: wire.Known) -> None:
+        """Let another directory take the place of this one."""
+        self.directory = Directory(self, f"w{SUCCESSOR}", known=known)
+
     def settle(self) -> None:
         """Let the workers answer all messages, and those that follow."""
         while self._answers:
@@ -119,6 +128,8 @@ class Simulation:
                 return wire.Know(member.worker_id)
             case wire.Failed(text):
                 raise RuntimeError(text)
+            case wire.Ended():
+                raise RuntimeError("a member was turned away")
         return None
 
     def check(self, kind: type[ToWorker], count: int) -> None:
@@ -138,7 +149,7 @@ class Simulation:
 
 
 def phases(size: int) -> Iterator[tuple[str, Cost]]:
-    """Let a world start, take members, lose one and end."""
+    """Let a world start, take members, lose one, move its directory and end."""
     world, namespace = Simulation(), network_namespace()
     first = Registration("w0", 0, size, "0.1.0", namespace=namespace, host="gpu-node-0000")
 
@@ -155,8 +166,18 @@ def phases(size: int) -> Iterator[tuple[str, Cost]]:
     def die() -> None:
         world.run(lambda: world.directory.gone(1))
 
+    def succeed() -> None:
+        """Let rank 0 and those that have joined end, and a member take the directory over."""
+        late = [f"{name}{count}" for name in ("late", "later") for count in range(JOINS)]
+        known = world.view.known(["w0", "w1", *late])
+        world.run(lambda: world.take_over(known))
+        for rank in range(size):
+            if rank not in DEAD:
+                own, key = replace(first, name=f"w{rank}", rank=rank), f"{rank:032x}"
+                world.say(rank, wire.Resume(own, rank, key, known.entries, True, known.world))
+
     def leave() -> None:
-        every = [rank for rank in range(size + 2 * JOINS) if rank != 1]
+        every = [rank for rank in range(size) if rank not in DEAD]
         for rank in every:
             world.say(rank, wire.Leave(departs=False))
             world.say(rank, wire.Exit([], is_full=True))
@@ -166,8 +187,10 @@ def phases(size: int) -> Iterator[tuple[str, Cost]]:
     yield f"{JOINS} joins, one by one", world.cost(lambda: join("late", at_once=False))
     yield f"{JOINS} joins at once", world.cost(lambda: join("later", at_once=True))
     yield "a death", world.cost(die)
+    yield "succession", world.cost(succeed)
+    world.check(wire.Moved, size - len(DEAD))
     yield "exit", world.cost(leave)
-    world.check(wire.Exited, size + 2 * JOINS - 1)
+    world.check(wire.Exited, size - len(DEAD))
 
 
 # ── the table ───────────────────────────────────────────────────────────────────────────────────

@@ -446,11 +446,6 @@ class Directory:
 
     def _update(self, process: _Process) -> None:
         """Send a process all that it may not have heard."""
-        if self._is_resuming and process.entries == self._entries and not self._entering:
-            # Not the list of all members to all of them.
-            self._send_to((process,), wire.Moved(self._keeper))
-            self._send_ends(process)
-            return
         added = [each for each in self._entering.values() if each.member is not None]
         self._send_members(process, but=added)
         for each in added:
@@ -582,8 +577,13 @@ class Directory:
         for each in [*self._members.values()]:
             if each.is_retiring and not each.is_open:
                 del self._members[each.name]
-        for each in self._members.values():
-            if each.is_open:
+        here = [each for each in self._members.values() if each.is_open]
+        # Not the list of all members to all of them.
+        knowing = [each for each in here if each.entries == self._entries and not self._entering]
+        self._send_to(knowing, wire.Moved(self._keeper))
+        self._send_ends(knowing)
+        for each in here:
+            if each.entries != self._entries or self._entering:
                 self._update(each)
         self._is_resuming = False
         self._admit()
@@ -727,14 +727,15 @@ class Directory:
         """Send the members to a process, and which of them leave or are in doubt."""
         names = [each.name for each in but]
         self._send_to((process,), wire.Members(self._listed(but), names, self._keeper))
-        self._send_ends(process)
+        self._send_ends([process])
 
-    def _send_ends(self, process: _Process) -> None:
+    def _send_ends(self, processes: Sequence[_Process]) -> None:
+        """Send which members leave or are in doubt."""
         for each in self._members.values():
             if each.is_retiring:
-                self._send_to((process,), wire.Left(each.name, each.worker_id))
+                self._send_to(processes, wire.Left(each.name, each.worker_id))
             if not (each.is_open or each.has_left):
-                self._send_to((process,), wire.Gone(each.name, each.worker_id))
+                self._send_to(processes, wire.Gone(each.name, each.worker_id))
 
     def _know(self, connection: int, worker_id: int) -> None:
         for process in [*self._entering.values()]:
