@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,19 @@ def read(path: Path) -> Page:
 def _runs(line: str, page: Page) -> bool:
     words = line.split()
     return "--master" not in line and not {*words}.isdisjoint(page.files)
+
+
+def has_printed(found: str, lines: Iterable[str]) -> bool:
+    """Return whether that is all that processes have printed, in any order.
+
+    torchrun lets its processes write without a buffer: the end of one's line may come after the
+    line of another.
+    """
+    for line in sorted(lines, key=len, reverse=True):
+        if line not in found:
+            return False
+        found = found.replace(line, "", 1)
+    return not found.strip()
 
 
 def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
