@@ -2,7 +2,8 @@
 
 Eight network namespaces at one bridge play eight hosts. The workers are forked from this process,
 which has imported torch. Each phase counts the messages and bytes of the directory: the start, the
-join of one more, a death, a worker that leaves, and a while in which nothing happens. Each worker
+join of one more, a death, a worker that leaves, and a while in which nothing happens. Questions
+whether the directory is there, and their answers, are not counted: they come with time. Each worker
 notes when it learns of a change. Needs root on Linux.
 
     python -m benchmarks.directory_scale [--quick] [--sizes N ...]
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch._directory.directory import Directory
+from aiorpc_torch._directory.directory_messages import Greet, Here
 from aiorpc_torch._directory.directory_server import DirectoryServer
 from aiorpc_torch._directory.directory_stream import encode
 
@@ -71,14 +73,18 @@ def count_messages() -> None:
     receive, send = Directory.receive, DirectoryServer.send
 
     def counted_receive(self: Any, connection: int, message: Any) -> None:
+        if isinstance(message, Greet):
+            receive(self, connection, message)
+            return
         _counts[0] += 1
         _counts[1] += len(encode(message))
         receive(self, connection, message)
 
     def counted_send(self: Any, connections: Any, message: Any) -> None:
         numbers = [each for each in connections if each in self._streams]
-        _counts[2] += len(numbers)
-        _counts[3] += len(numbers) * len(encode(message))
+        if not isinstance(message, Here):
+            _counts[2] += len(numbers)
+            _counts[3] += len(numbers) * len(encode(message))
         send(self, numbers, message)
 
     changed: Any = (Directory, DirectoryServer)
