@@ -13,6 +13,7 @@ import math
 import pickle
 import pickletools
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from random import Random
 from typing import Any
@@ -64,6 +65,7 @@ from tests.support.raw_connections import CONNECTION, SOON, Stranger, Tap, read,
 # One seed each: what an answer holds depends on threads, and may not decide what is drawn.
 pytestmark = pytest.mark.hypothesis  # its properties are in functions of tests
 
+CREDIT = 1 << 12  # items that a stream may send
 rolls = st.randoms(use_true_random=True)
 slow = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -309,8 +311,10 @@ class Victim:
             stranger.send(kind, data)
             with contextlib.suppress(Exception):
                 waiting |= {*numbers_of(load_calls(data))} if kind == CALLS else set()
-        stranger.send(CONTROL, ((), [(number, 1 << 20) for number in waiting]))
+        # A stream of which a changed number asks for millions of items waits after these.
+        stranger.send(CONTROL, ((), [(number, CREDIT) for number in waiting]))
         found: list[tuple[Any, Any]] = []
+        items: Counter[Any] = Counter()
         while waiting and (said := await stranger.frame(is_plain=False)) is not None:
             kind, data = said
             if kind == CLOSE:
@@ -322,8 +326,11 @@ class Victim:
             results = decode_reply(data)
             found += results
             for key, _ in results:
-                if not isinstance(key, tuple) or key[2] == 0:  # no item
-                    waiting.discard(key[0] if isinstance(key, tuple) else key)
+                number = key[0] if isinstance(key, tuple) else key
+                is_item = isinstance(key, tuple) and key[2] != 0
+                items[number] += is_item
+                if not is_item or items[number] >= CREDIT:
+                    waiting.discard(number)
         else:
             assert not waiting, "the connection was closed without a word"
         return found
