@@ -56,7 +56,7 @@ class DirectoryServer:
         world: its id.
         listening: the sockets.
         claim: its record at a place that can be rewritten, None for a fixed address.
-        keeper, grace, known, numbers: as for `Directory`.
+        keeper, grace, known: as for `Directory`.
 
     Attributes:
         is_isolated: whether it has ended since most members were not connected.
@@ -71,7 +71,6 @@ class DirectoryServer:
         keeper: str = "",
         grace: float = 0.0,
         known: Known | None = None,
-        numbers: tuple[int, int] = (0, 0),
     ) -> None:
         self._world = world
         self._listening = listening
@@ -85,11 +84,12 @@ class DirectoryServer:
         self._loop = self._thread.loop
         self._write_lock = asyncio.Lock()
         self.is_isolated = False
+        numbers = (0, 0) if claim is None else claim.numbers
         self._directory = Directory(self, keeper, grace, known, numbers, world)
         self._thread.start()
 
     def connect(self) -> socket.socket:
-        """Return a socket that is connected, for rank 0's own worker."""
+        """Return a socket that is connected, for the worker of this process."""
         ours, theirs = socket.socketpair()
         self.accept(ours)
         return theirs

@@ -19,7 +19,6 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from .._aio.threads import ThreadCache
+from .._port.tls import reading
 
 E = TypeVar("E", bound=BaseException)
 
@@ -122,13 +122,13 @@ class Place:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for name, file in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
             if file:
-                with _reading(f"{name}={file}"):
+                with reading(f"{name}={file} of the URL"):
                     Path(file).read_bytes()  # OpenSSL does not tell which one is missing
         if self.ca:
-            with _reading(f"ca={self.ca}"):
+            with reading(f"ca={self.ca} of the URL"):
                 context.load_verify_locations(self.ca)
         if self.cert:
-            with _reading(f"cert={self.cert} with key={self.key}"):
+            with reading(f"cert={self.cert} with key={self.key} of the URL"):
                 context.load_cert_chain(self.cert, self.key, _no_password)
 
 
@@ -177,18 +177,6 @@ def _parse_query(query: str) -> dict[str, Any]:
 
 def _no_password() -> str:
     raise ValueError("the key is encrypted: give a file with a key that is not")
-
-
-@contextlib.contextmanager
-def _reading(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
-        if isinstance(exc, ssl.SSLError):
-            reason = (exc.reason or "it is not in PEM format").lower().replace("_", " ")
-        else:
-            reason = getattr(exc, "strerror", None) or str(exc)
-        raise ValueError(f"{what} of the URL cannot be used: {reason}") from exc
 
 
 # ── requests ────────────────────────────────────────────────────────────────────────────────────

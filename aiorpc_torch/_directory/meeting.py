@@ -89,8 +89,7 @@ class Meeting:
 
     def __init__(self, init_method: str, interface: str | None = None) -> None:
         self.port: Port | None = None
-        self._etcd = EtcdValue(init_method) if is_etcd_url(init_method) else None
-        self._url = urlparse("etcd:" if self._etcd is not None else init_method)
+        self._url = urlparse("etcd:" if is_etcd_url(init_method) else init_method)
         self._init_method = init_method
         self._interface = interface
         self._store: TCPStore | None = None  # of this process
@@ -117,8 +116,8 @@ class Meeting:
         return StoreValue(_KEY, lambda: StoreClient(_connect_tcp(self._address)))
 
     def __str__(self) -> str:
-        if self._etcd is not None:
-            return str(self._etcd)  # without a password
+        if self._url.scheme == "etcd":
+            return str(self._value)  # without a password
         if self._url.scheme in ("file", "unix"):
             return self._url.geturl()
         host, port = self._address

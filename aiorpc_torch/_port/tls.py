@@ -109,12 +109,12 @@ class Tls:
         found.check_hostname = False
         found.verify_mode = ssl.CERT_REQUIRED
         found.minimum_version = ssl.TLSVersion.TLSv1_3
-        with _reading(self.ca):
+        with reading(f"tls: {self.ca}"):
             found.load_verify_locations(self.ca)
         for each in (self.cert, self.key):
-            with _reading(each), open(each, "rb"):
+            with reading(f"tls: {each}"), open(each, "rb"):
                 pass  # OpenSSL does not tell which one is missing
-        with _reading(f"{self.cert} with the key in {self.key}"):
+        with reading(f"tls: {self.cert} with the key in {self.key}"):
             found.load_cert_chain(self.cert, self.key, _no_password)
         return found
 
@@ -127,15 +127,16 @@ def _no_password() -> str:
 
 
 @contextlib.contextmanager
-def _reading(file: object) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
+    """Raise ValueError if a file of a certificate cannot be used; `what` names it."""
     try:
         yield
     except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
         if isinstance(exc, ssl.SSLError):
-            what = _reason(exc)
+            reason = _reason(exc)
         else:
-            what = getattr(exc, "strerror", None) or str(exc)
-        raise ValueError(f"tls: {file} cannot be used: {what}") from exc
+            reason = getattr(exc, "strerror", None) or str(exc)
+        raise ValueError(f"{what} cannot be used: {reason}") from exc
 
 
 def _reason(exc: ssl.SSLError) -> str:

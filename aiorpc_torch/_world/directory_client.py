@@ -267,7 +267,6 @@ class DirectoryClient:
             keeper=self.registration.name,
             grace=grace,
             known=known,
-            numbers=(0, 0) if made.claim is None else made.claim.numbers,
         )
         if self._port is not None:
             self._port.serve(DIRECTORY, server.accept)

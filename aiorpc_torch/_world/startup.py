@@ -88,7 +88,6 @@ class Startup:
         own, worker_id = self._directory.registration, 0
         if isinstance(answer, Entering):
             own, worker_id = answer.own, answer.worker_id
-            self._directory.registration = own
         else:
             worker_id = assign_worker_ids(registrations)[own.rank]
         every = resolve_device_maps(registrations, own.name)
