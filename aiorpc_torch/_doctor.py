@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._aio.open_files import FILES_OF_PEER, OTHER_FILES
 from ._children.local import local_world
 from ._client.api import call
 from ._port import network
@@ -29,7 +30,7 @@ from ._world import launch
 TRANSPORTS = ("uv", "shm")
 TRIAL_TIMEOUT = 120.0  # seconds for a world of two, two starts of Python included
 CONNECT_TIMEOUT = 2.0  # seconds
-FEW_FILES = 1024  # a worker needs about ten descriptors for each peer
+FEW_FILES = 4096
 
 
 class Finding(NamedTuple):
@@ -91,10 +92,12 @@ def versions() -> Finding:
 
 def limits() -> Finding:
     """Return the number of files that this process may open."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= files < FEW_FILES
-    remedy = f"raise it for worlds of more than {files // 10} workers: ulimit -n 4096"
-    return Finding("open files", f"at most {files}", remedy if few else "")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 <= hard < FEW_FILES
+    enough_for = max(hard - OTHER_FILES, 0) // FILES_OF_PEER + 1
+    remedy = f"raise the hard limit for worlds of more than {enough_for} workers on several hosts"
+    text = f"at most {soft}, which a world raises up to {hard} as it needs"
+    return Finding("open files", text, f"{remedy}: ulimit -Hn 65536" if few else "")
 
 
 def launcher() -> Finding:

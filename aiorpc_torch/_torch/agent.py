@@ -23,6 +23,7 @@ import torch
 from torch.distributed import rpc
 
 from .._aio.fork import check_not_forked, fork_text
+from .._aio.open_files import allow_files
 from .._aio.process_exit import abandon_threads, has_threads
 from .._aio.signals import force_exit
 from . import rrefs
@@ -160,7 +161,9 @@ class Agent:
         answers = self.routes.answers.get(peer.name)
         maps = {} if answers is None else {peer.name: answers}
         self._agent._update_group_membership(peer.info, self.routes.used, maps, True)
-        worker_names().add(peer.name)  # for torch's own gathering among all workers
+        names = worker_names()  # for torch's own gathering among all workers
+        names.add(peer.name)
+        allow_files(len(names))
 
     def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> None:
         """Replace a peer by its new process."""

@@ -62,13 +62,19 @@ def pin_thread_state() -> None:
 
 def free_dead_thread_states() -> None:
     """Free the pinned states of threads that have ended. Blocks for less than a millisecond."""
-    ended = [each for each in [*_pinned] if not os.path.exists(f"{_THREADS}/{each.thread}")]
-    if ended and os.path.isdir(_THREADS):  # without /proc, dead threads are unknown
+    # Without /proc, or with that of another PID namespace, dead threads are unknown: none is freed.
+    if not _is_listed(threading.get_native_id()):
+        return
+    if ended := [each for each in [*_pinned] if not _is_listed(each.thread)]:
         # In a thread of its own: when Python 3.12 deletes a state, the deleting thread forgets its
         # own one, and C code there that asks for one deadlocks.
         thread = threading.Thread(target=lambda: _free(ended), name="aiorpc-states", daemon=True)
         thread.start()
         thread.join()
+
+
+def _is_listed(thread: int) -> bool:
+    return os.path.exists(f"{_THREADS}/{thread}")
 
 
 def pinned_state_count() -> int:

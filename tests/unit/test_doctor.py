@@ -97,9 +97,9 @@ def test_an_interface_that_is_not_there() -> None:
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy says for which worlds it matters."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert "more than 25 workers" in doctor.limits().remedy
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 2024))
+    assert "more than 26 workers" in doctor.limits().remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
     assert not doctor.limits().remedy
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +162,13 @@ def test_threads_get_the_device_of_the_thread_that_enters_the_world(
     Python(note).join()
     assert found == expected
     assert counts == [torch.get_num_threads()]
+
+
+def test_threads_of_another_pid_namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where `/proc` is that of another PID namespace, no state of a living thread is freed."""
+    life = Life(Foreign)
+    with monkeypatch.context() as changed:
+        changed.setattr(thread_state, "_THREADS", str(tmp_path))
+        free_dead_thread_states()
+    assert life.mark() is not None
+    life.end()
