@@ -34,7 +34,8 @@ from .._torch.store import NoStoreError, StoreClient
 from .._wire.handshake import network_namespace
 from .._wire.plain import dump
 from .directory_stream import NoDirectoryError
-from .etcd_value import EtcdValue, is_etcd_url
+from .etcd_place import is_etcd_url
+from .etcd_value import EtcdValue
 from .record import Claim, Record, claim_place, read_record
 from .shared_values import FileValue, SharedValue, StoreValue
 

@@ -10,7 +10,7 @@ import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from .._directory.etcd_value import Place, is_etcd_url
+from .._directory.etcd_place import Place, is_etcd_url
 from .._node.config import new_local_url
 from .._port.tls import Tls
 from .._torch.agent import process_worker_id

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import pytest
 
 from aiorpc_torch._directory import etcd_value
-from aiorpc_torch._directory.etcd_value import CALL_TIMEOUT, LEASE_TTL, EtcdValue, Place
+from aiorpc_torch._directory.etcd_place import PASSWORD_VARIABLE, Place
+from aiorpc_torch._directory.etcd_value import CALL_TIMEOUT, LEASE_TTL, EtcdValue
 from tests.support.certificates import CURVE, Authority, openssl
 from tests.support.etcd_servers import START, Cluster, Member, eventually, needs_etcd, running
 from tests.support.slack import SLACK
@@ -476,11 +477,11 @@ def test_users(users: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     value = users.value(login=WORKER)
     assert value.swap(None, b"1")
     assert value.swap(b"1", b"2")
-    monkeypatch.setenv(etcd_value.PASSWORD_VARIABLE, "wörker:/?")
+    monkeypatch.setenv(PASSWORD_VARIABLE, "wörker:/?")
     assert users.value(login="w%C3%B6rker@").read() == b"2"
     assert users.value(login=WORKER).read() == b"2"
-    monkeypatch.setenv(etcd_value.PASSWORD_VARIABLE, "secret")
-    with pytest.raises(PermissionError, match=etcd_value.PASSWORD_VARIABLE) as wrong:
+    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
+    with pytest.raises(PermissionError, match=PASSWORD_VARIABLE) as wrong:
         users.value(login="w%C3%B6rker@").read()
     assert "secret" not in str(wrong.value)
     with pytest.raises(OSError, match="user:password@"):
@@ -621,7 +622,7 @@ def test_parts_of_a_url() -> None:
 )
 def test_a_url_that_is_malformed(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to write, without a part of the password."""
-    monkeypatch.delenv(etcd_value.PASSWORD_VARIABLE, raising=False)
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=re.escape(text)) as refused:
         EtcdValue(url)
     assert "secret" not in str(refused.value)
