@@ -6,6 +6,8 @@ from . import directory_messages as wire
 from .directory_messages import Known, Member, ToWorker
 from .registration import Registration
 
+MAX_LEAVING = 256  # members that have left last, which the directory may still know
+
 
 class View:
     """The world as one member has heard of it."""
@@ -16,7 +18,7 @@ class View:
         self.world = ""
         self._first_ids = 0  # the highest worker id of the start
         self._members: dict[str, Member] = {}
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, None] = {}  # oldest first
 
     def hear(self, message: ToWorker) -> None:
         """Note what a message of the directory tells."""
@@ -36,12 +38,18 @@ class View:
             case wire.Left(name, worker_id):
                 known = self._members.get(name)
                 if known is not None and known.worker_id == worker_id:
-                    self._leaving.add(name)
+                    self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self._leaving[name] = None
+        if len(self._leaving) > MAX_LEAVING:  # a world of a week has thousands
+            oldest = next(iter(self._leaving))
+            del self._leaving[oldest], self._members[oldest]
 
     def _add(self, member: Member) -> None:
         own = member.registration
         self._members[own.name] = member
-        self._leaving.discard(own.name)
+        self._leaving.pop(own.name, None)
         self._first_ids = max(self._first_ids, member.worker_id - own.entry)
         self.count(own)
 
@@ -58,6 +66,6 @@ class View:
             lost: members that this one has lost.
             left: those that have told this one that they leave.
         """
-        members, leaving = [*self._members.values()], [*self._leaving.union(left)]
+        members, leaving = [*self._members.values()], [*{**self._leaving, **dict.fromkeys(left)}]
         numbers = self.entries, self.joins, self._first_ids
         return Known(*numbers, members, leaving, [*lost], self.world)
