@@ -2,16 +2,18 @@
 
 Subclasses handle the frames: `Connection` at the caller, `Session` at the callee.
 
-No timer ends an open connection; the membership judges silence. `TCP_USER_TIMEOUT` is not
-set: with 1 s it ended, after 1.5 s, a connection to a live peer that merely did not read.
+No timer of its own ends an open connection. The membership judges the silence of a peer, and lets
+each connection look whether its path carries anything (`check_path`).
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
+import time
 from typing import Any
 
+from ._aio.flows import Flow, read_flow
 from ._aio.fork import close_on_fork
 from ._aio.segments import SegmentLost
 from ._wire.connection_state import MAX_CALLS
@@ -25,7 +27,7 @@ LINGER = 0.5  # seconds that a closed connection waits for the peer's CLOSE fram
 
 _read_close = reader(tuple[str, str])
 
-_ASK, _ANSWER = frame(PING, b"?"), frame(PING, b"!")
+_ASK, _ANSWER, _NOTHING = frame(PING, b"?"), frame(PING, b"!"), frame(PING, b"")
 
 
 class _Protocol(asyncio.BufferedProtocol):
@@ -62,6 +64,8 @@ class Channel:
         self._received_close = False  # a CLOSE frame was received
         self._discards_input = False  # received bytes are dropped
         self._flushing = False
+        self._flow = Flow()
+        self._why_aborted: Exception | None = None
         self.is_open = self.is_local = False
         self.ended = asyncio.Event()
 
@@ -158,6 +162,26 @@ class Channel:
         if data == _ASK[-1:] and self.is_open:
             self.write(_ANSWER)
 
+    def check_path(self, timeout: float) -> None:
+        """End the connection if what was sent has not arrived for `timeout` seconds.
+
+        While something waits, a frame that says nothing is sent if nothing else is.
+        """
+        if self.is_local or self._transport is None:
+            return
+        info = read_flow(self._transport.get_extra_info("socket"))
+        if info is None:
+            return
+        if (silence := self._flow.silence(info, time.monotonic())) >= timeout:
+            text = f"nothing that was sent has arrived for {silence:.3g} s"
+            self.abort(TimeoutError(text))
+        elif self.is_open and info.unheard >= timeout / 3 and self.has_work():
+            self.write(_NOTHING)
+
+    def has_work(self) -> bool:
+        """Return whether something waits for the other end."""
+        raise NotImplementedError
+
     # ── reading ─────────────────────────────────────────────────────────────────────────────────
 
     def feed(self, data: bytes) -> None:
@@ -250,9 +274,10 @@ class Channel:
         if self._transport is not None:
             self._transport.close()
 
-    def abort(self) -> None:
+    def abort(self, why: Exception | None = None) -> None:
         """End the connection at once."""
         if self._transport is not None:
+            self._why_aborted = why
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -260,7 +285,7 @@ class Channel:
         self.is_open = False
         self.ended.set()
         is_orderly = self._received_close or self._is_closing
-        error = exc if exc is not None else ConnectionResetError("end of file")
+        error = exc or self._why_aborted or ConnectionResetError("end of file")
         self.on_end(None if is_orderly else error)
 
 

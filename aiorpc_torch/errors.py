@@ -80,7 +80,7 @@ class NoMembers(RpcError, LookupError):
 
 
 class WorkerGone(RpcError, ConnectionError):
-    """Base class: the worker of a call is lost, has left, or cannot be connected.
+    """Base class: the worker of a call is lost, has left, or cannot be reached.
 
     Attributes:
         worker: name of the worker.
@@ -139,12 +139,13 @@ class WorkerLeft(WorkerGone):
 class WorkerUnreachable(WorkerGone):
     """Failed connection: the worker may be alive, and this process cannot connect to it.
 
-    The call was not sent. The reason names an address to open, a certificate, or what is missing at
-    the worker.
+    The call was not sent, and the reason names an address to open, a certificate, or what is
+    missing at the worker. Or a connection between hosts has failed while the worker is alive. The
+    next call connects again, and calls on that connection may have run.
     """
 
     may_have_run = False
-    _HAPPENED = "cannot be connected"
+    _HAPPENED = "cannot be reached"
 
 
 class NotExported(RpcError, PermissionError):

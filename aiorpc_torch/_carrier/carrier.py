@@ -31,7 +31,7 @@ class Wire(Protocol):
     def close(self, reason: str, detail: str = "") -> None:
         """End the connection, and tell the peer why."""
 
-    def abort(self) -> None:
+    def abort(self, why: Exception | None = None) -> None:
         """End the connection at once."""
 
 

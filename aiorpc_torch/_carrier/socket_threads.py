@@ -11,9 +11,11 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from .._aio.flows import Flow, read_flow
 from .._aio.fork import close_on_fork
 from .._aio.silence import end_when_silent
 from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
@@ -48,6 +50,7 @@ class _SocketThreads:
         self._failed = failed
         self._most = SOCKETS
         self._sockets: list[socket.socket] = []
+        self._flows: dict[socket.socket, Flow] = {}
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -76,6 +79,17 @@ class _SocketThreads:
         except RuntimeError as exc:
             sock.close()
             self._failed(exc)
+
+    def silence(self) -> float:
+        """Return the longest time for which bytes that were sent are missing, in seconds."""
+        known, self._flows, now = self._flows, {}, time.monotonic()
+        longest = 0.0
+        for sock in [*self._sockets]:
+            flow = self._flows[sock] = known.get(sock) or Flow()
+            info = None if sock.family == socket.AF_UNIX else read_flow(sock)
+            if info is not None:
+                longest = max(longest, flow.silence(info, now))
+        return longest
 
     def close(self) -> None:
         """End the threads, also those that send or receive."""

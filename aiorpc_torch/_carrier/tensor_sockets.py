@@ -319,6 +319,17 @@ class TensorSockets(Carrier):
         else:
             self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._end_idle, self.last)
 
+    def check_path(self, timeout: float) -> None:
+        """End the connection if what was sent has not arrived for `timeout` seconds.
+
+        A thread that has sent its last chunk does not notice it.
+        """
+        if self._sender is None or (silence := self._sender.silence()) < timeout:
+            return
+        text = f"nothing that was sent on a tensor socket has arrived for {silence:.3g} s"
+        log.warning("%r ends: %s", self._wire, text)
+        self._wire.abort(TimeoutError(text))
+
     def _close_sender(self) -> None:
         """Close the sockets; the next transfer opens others."""
         if self._idle_timer is not None:
@@ -335,7 +346,7 @@ class TensorSockets(Carrier):
         if isinstance(error, ProtocolError):
             self._wire.close("broken", str(error))
         else:
-            self._loop.call_later(END_SECONDS, self._wire.abort)
+            self._loop.call_later(END_SECONDS, self._wire.abort, error)
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 

@@ -113,6 +113,7 @@ class Connection(Channel):
         self._state = self._sender.state
         self._introductions: Introductions | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._judging: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
@@ -353,6 +354,10 @@ class Connection(Channel):
         self._state.window.answered(numbers)
         self._pending.fail(numbers, error)
 
+    def check_path(self, timeout: float) -> None:
+        super().check_path(timeout)
+        self._carriers.sockets.check_path(timeout)
+
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def on_frame(self, kind: int, data: bytes) -> int:
@@ -501,7 +506,30 @@ class Connection(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self._carriers.close()
-        if error is not None and self._error is None:
+        if error is None or self._error is not None:
+            self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
+        elif self.is_local:
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:
-            self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
+            self._lose_path(f"its connection has ended: {error}")
+
+    def _lose_path(self, reason: str) -> None:
+        """End without a leave message, where the path may have ended and not the process.
+
+        The calls wait for the ping that follows. They fail as those of a lost worker if it fails.
+        """
+        self.is_finished = True
+        error = WorkerLost(self.peer.name, reason)
+        known = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
+        if known is error:
+            context = contextvars.Context()
+            self._judging = self._loop.create_task(
+                self._judge_path(reason), name="aiorpc-connect", context=context
+            )
+        elif known is not None:
+            self._finish(known)
+
+    async def _judge_path(self, reason: str) -> None:
+        await self._observer.wait_until_probed(self.peer.name)
+        reason = f"{reason}. It is alive, and the next call connects again"
+        self._finish(WorkerUnreachable(self.peer.name, reason, may_have_run=True))

@@ -126,7 +126,8 @@ class Introductions:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
-                peer.introduction = None  # the listener may be closed
+                if not isinstance(exc, TimeoutError):  # the listener may be closed
+                    peer.introduction = None
             await asyncio.sleep(delay)
         raise WorkerUnreachable(
             peer.name,

@@ -223,6 +223,12 @@ class ConnectionPool:
         for loop, each in self._connections_to(peer):
             call_soon(loop, each.ping)
 
+    def check_paths(self, timeout: float) -> None:
+        """End the connections whose path has carried nothing for `timeout` seconds."""
+        for loop, each in self._connections():
+            if each.is_open and not each.is_local:
+                call_soon(loop, each.check_path, timeout)
+
     def all_connections(self) -> list[Connection]:
         """Return the connections of all event loops. In any thread."""
         return [each for _, each in self._connections()]

@@ -6,6 +6,9 @@ connections of a frozen or unreachable peer do not end: it is pinged after some 
 Pings go to the event loop on each open connection, and to a thread of torch's, which answers
 without the GIL. A peer is lost if neither answers, so one whose Python code blocks the loop, or
 keeps the GIL, is not lost.
+
+The path of each connection between hosts is looked at as well: one that carries nothing is ended,
+and the peer is pinged. If it answers otherwise, the next call opens another connection.
 """
 
 import asyncio
@@ -51,6 +54,7 @@ log = logging.getLogger("aiorpc_torch")
 # Seconds between pings of a process that leaves: it may serve others for long.
 _SEE_OFF_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[10.0] * 60)
 _SIGNS_OF_LIFE = {Event.ANSWER, Event.ENTRY, Event.ATTACH}
+PATH_TIMEOUT = 0.75  # of the heartbeat: a peer whose every path has ended is lost by then
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
 
 
@@ -312,7 +316,10 @@ class Membership:
         awaited = self._node.awaited()
         if self._peers.is_attached:
             awaited &= self._node.linked()
+        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
         now = time.monotonic()
+        if self._peers.end_answered_probes(now):
+            self.wake()
         silent, lost = self._peers.check_silence(now, self._heartbeat, awaited)
         for peer in silent:
             self._ping(peer)

@@ -159,6 +159,11 @@ class Node:
         self.pool.ping(peer)
         self.server.sessions.ping(peer)
 
+    def check_paths(self, timeout: float) -> None:
+        """End the connections whose path has carried nothing for `timeout` seconds."""
+        self.pool.check_paths(timeout)
+        self.server.sessions.check_paths(timeout)
+
     def fail(self, peer: str, error: RpcError) -> None:
         """Fail the calls to a lost peer, and cancel its own."""
         self.pool.on_peer_lost(peer, error)

@@ -156,6 +156,7 @@ class Peer:
         final: why no other process takes its place, None if one may.
         failure: the failure of its block, as it has told, None if it has not.
         is_probed: whether it has to answer a ping, or exit, before it counts as alive.
+        probed_since: time of the first look at it after that.
         is_pinged: whether a ping by torch is under way.
         is_exiting: whether calls wait for its exit code: a loss has to follow.
         last_heard: time of its last message, which connections write in any thread.
@@ -173,8 +174,8 @@ class Peer:
     __slots__ = (
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
         *("introduction", "is_done_there", "is_exiting", "is_first", "is_open", "is_pinged"),
-        *("is_probed", "last_heard", "loss_there", "member", "name", "rank", "refusal"),
-        *("silent_since", "state", "told", "watched_since", "worker_id"),
+        *("is_probed", "last_heard", "loss_there", "member", "name", "probed_since", "rank"),
+        *("refusal", "silent_since", "state", "told", "watched_since", "worker_id"),
         *("_has_detached", "_sequence"),
     )
 
@@ -187,6 +188,7 @@ class Peer:
         self.failure: RpcError | None = None
         self.is_first = is_first  # it was there when this worker started: it is never forgotten
         self.is_probed = self.is_pinged = self.is_exiting = False
+        self.probed_since: float | None = None
         self.told: Kind | None = None  # the last change that readers know
         self.last_heard = float("-inf")
         self.watched_since: float | None = None  # time from which its silence counts
@@ -459,7 +461,7 @@ class Peers:
                 return []
             peer.is_exiting = Duty.AWAIT_EXIT in duties
         if Duty.PING in duties or Duty.AWAIT_EXIT in duties:
-            peer.is_probed = True
+            peer.is_probed, peer.probed_since = True, None
         elif event in _ENDS_PROBE or peer.state is not before:
             peer.is_probed = False
         has_reason = peer.failure is not None or peer.final is not None
@@ -506,6 +508,22 @@ class Peers:
                 yield Effect(Duty.FORGET, oldest)
 
     # ── silence ─────────────────────────────────────────────────────────────────────────────────
+
+    def end_answered_probes(self, now: float) -> bool:
+        """Return whether the probe of a peer has ended, since it was heard meanwhile.
+
+        torch's connection to it may have failed too, and never answers a ping. What was received
+        before, and is read late, does not count. Call this as `check_silence`.
+        """
+        has_ended = False
+        for peer in [*self.peers.values()]:
+            if not peer.is_probed or peer.is_exiting:
+                continue
+            if peer.probed_since is None:
+                peer.probed_since = now
+            elif peer.last_heard > peer.probed_since:
+                peer.is_probed, has_ended = False, True
+        return has_ended
 
     def check_silence(
         self, now: float, timeout: float, awaited: Collection[str]

@@ -219,6 +219,10 @@ class Session(Channel):
         """Note that the caller has created an object. In any thread."""
         self._handler.on_created(created)
 
+    def check_path(self, timeout: float) -> None:
+        super().check_path(timeout)
+        self._carriers.sockets.check_path(timeout)
+
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
     def send_result(self, result: EncodedResult, reply: Any = None) -> None:

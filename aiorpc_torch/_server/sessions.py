@@ -75,6 +75,11 @@ class SessionTable(dict[SessionKey, Session]):
         for session in self.of(caller):
             session.ping()
 
+    def check_paths(self, timeout: float) -> None:
+        """End the connections whose path has carried nothing for `timeout` seconds."""
+        for session in [*self.values()]:
+            session.check_path(timeout)
+
     def cancel_calls_of(self, caller: str, why_lost: str | None = None) -> None:
         """Cancel the calls of a worker, because it was lost or has left."""
         for session in self.of(caller):

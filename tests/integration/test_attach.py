@@ -291,9 +291,7 @@ def test_a_peer_without_the_package(players: Players) -> None:
     """The error comes at once, although calls are held for a minute."""
     players["t0"].run(enter)
     error = players["t0"].run(call_error, "bare")
-    assert error.startswith(
-        "WorkerUnreachable: worker 'bare' cannot be connected: it does not have"
-    )
+    assert error.startswith("WorkerUnreachable: worker 'bare' cannot be reached: it does not have")
 
 
 def test_another_version_of_the_protocol(players: Players) -> None:
@@ -303,9 +301,7 @@ def test_another_version_of_the_protocol(players: Players) -> None:
         error = players["t0"].run(call_error, "t1")
     finally:
         players["t1"].run(speak, b"aiorpc/1")
-    assert error.startswith(
-        "WorkerUnreachable: worker 't1' cannot be connected: it speaks aiorpc/0"
-    )
+    assert error.startswith("WorkerUnreachable: worker 't1' cannot be reached: it speaks aiorpc/0")
 
 
 async def is_held(worker: str) -> bool:

@@ -226,7 +226,7 @@ def test_a_late_worker_without_the_package(group: tuple[Enter, Player]) -> None:
     with start("bare", "bare") as bare:
         error = ps.run(outcome, "bare", 1)
         assert error.startswith(
-            "WorkerUnreachable: worker 'bare' cannot be connected: it does not have"
+            "WorkerUnreachable: worker 'bare' cannot be reached: it does not have"
         )
         bare.run(rpc.shutdown)
 

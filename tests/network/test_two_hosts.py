@@ -1,11 +1,13 @@
 """Worlds over two machines: start, lossy and cut links, end."""
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +19,23 @@ from tests.support.network_namespaces import (
     Line,
     Machine,
     Node,
+    Packet,
     both,
     line,
     machines as machines,
     running,
 )
-from tests.support.network_scenarios import ELEMENTS, HEARTBEAT, MEMBERS, STOP_TIMEOUT
+from tests.support.network_scenarios import (
+    ELEMENTS,
+    HEARTBEAT,
+    MEMBERS,
+    PATH_HEARTBEAT,
+    STOP_TIMEOUT,
+)
 from tests.support.slack import SLACK
 
 WHERE = f"tcp://{ADDRESSES[0]}:29500"
+HEALED = 2.0  # seconds
 PATIENCE = 1.5  # seconds: start_timeout where it is to fail
 
 
@@ -205,11 +215,11 @@ async def check_lost(node: Node) -> None:
 
 
 async def check_resumed(node: Node, cut: float) -> None:
-    """The same connection goes on: TCP tries again at intervals that grow as the cut lasts."""
+    """TCP tries again at intervals that grow as the cut lasts. Another connection works at once."""
     node.tell()
     resumed = await node.hears("resumed")
     print(f"works again {resumed:.2f} s after a cut of {cut:.2f} s")
-    assert resumed < cut + SLACK
+    assert resumed < HEALED + SLACK
     tries, counted = await node.hears("counted")
     # A call that failed may have run or not, but none ran twice.
     assert counted % 100 in (0, 1, 10, 11)
@@ -256,6 +266,83 @@ async def test_a_transfer_over_a_line_that_is_cut_for_long() -> None:
             way.loss = 0.0
             nodes[0].tell()
             assert await nodes[0].hears("resumed") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.promise("worlds.cut")
+async def test_a_link_that_is_cut_for_long() -> None:
+    """However long it is cut, calls work as soon as it is whole."""
+    with line() as (machines, way):
+        async with both(machines, "cut", cuts=1, init_method=WHERE, interface=LINK) as nodes:
+            for node in nodes:
+                await node.hears("ready")
+            assert (await nodes[0].hears("called"))[0] == 420
+            await nodes[0].hears("waiting")
+            cut_at = time.monotonic()
+            way.loss = 1.0
+            await check_lost(nodes[0])
+            await asyncio.sleep(LONG_CUT)  # what is measured
+            way.loss = 0.0
+            await check_resumed(nodes[0], time.monotonic() - cut_at)
+            for node in nodes:
+                node.tell()
+            for node in nodes:
+                await node.hears("left")
+                code, errors = await node.end()
+                assert code == 0, errors
+
+
+LONG_CUT = 4 * SLACK
+
+
+@pytest.mark.slow
+@pytest.mark.promise("worlds.path")
+async def test_a_path_that_carries_nothing() -> None:
+    """A router forgets one connection: calls on it end in time, the next ones work, and no worker
+    is lost. So it is if large packets do not pass."""
+    with line() as (machines, way):
+        rounds = 4
+        options = {"rounds": rounds, "init_method": WHERE, "interface": LINK}
+        async with both(machines, "paths", **options) as nodes:
+            for node in nodes:
+                await node.hears("ready")
+            for number in range(rounds):
+                port = await nodes[0].hears("port")
+                ways: list[Callable[[Packet], bool]] = [
+                    lambda packet, port=port: port in (packet.source, packet.target),
+                    lambda packet, port=port: packet.source == port,
+                    lambda packet, port=port: packet.target == port,
+                    lambda packet: packet.size > MTU,
+                ]
+                way.drops = ways[number]
+                nodes[0].tell()
+                await check_path(nodes[0], is_large=number == 3)
+                way.drops = lambda _: False
+                nodes[0].tell()
+            for node in nodes:
+                node.tell()
+            for node in nodes:
+                assert "lost" not in await node.hears("changes")
+                code, errors = await node.end()
+                assert code == 0, errors
+
+
+MTU = 700  # bytes of the largest packets that pass
+
+
+async def check_path(node: Node, *, is_large: bool) -> None:
+    start = time.monotonic()
+    for name, outcome, seconds in await node.hears("ended"):
+        print(f"{name}: {outcome} after {seconds:.2f} s")
+        assert seconds < PATH_HEARTBEAT + 1 + SLACK
+        if not is_large or name == "call":
+            assert "WorkerUnreachable" in outcome
+            assert "may have run" in outcome or (name == "large" and "was not sent" in outcome)
+    _, outcome, seconds = await node.hears("next")
+    assert not outcome.startswith("Worker"), outcome
+    print(f"works again {time.monotonic() - start:.2f} s after the path was lost")
+    _, outcome, _ = await node.hears("next")
+    assert is_large == outcome.startswith("Worker"), outcome
 
 
 def received(machine: Machine) -> int:

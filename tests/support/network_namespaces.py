@@ -13,12 +13,13 @@ import functools
 import json
 import os
 import random
+import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -121,6 +122,22 @@ _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x1001  # IFF_TUN | IFF_NO_PI
 
 
+class Packet(NamedTuple):
+    """A packet of TCP over IPv4, or another one without ports."""
+
+    size: int
+    source: int
+    target: int
+
+    @classmethod
+    def of(cls, data: bytes) -> "Packet":
+        """Return what is known of an IP packet."""
+        if data[0] >> 4 != 4 or data[9] != socket.IPPROTO_TCP:
+            return cls(len(data), 0, 0)
+        header = 4 * (data[0] & 15)
+        return cls(len(data), *struct.unpack_from("!HH", data, header))
+
+
 class Line:
     """Carries IP packets between two machines, on the test's own event loop."""
 
@@ -128,6 +145,7 @@ class Line:
         self.delay = 0.0  # seconds, one way
         self.loss = 0.0  # a probability, one way
         self.carried = self.lost = 0
+        self.drops: Callable[[Packet], bool] = lambda _: False
         self._wanted, self._busy = sys.maxsize, asyncio.Event()
         self._chance = random.Random(7)
         self._ends = ends
@@ -137,7 +155,7 @@ class Line:
 
     def _carry(self, near: int, far: int) -> None:
         packet = os.read(near, 65536)
-        if self._chance.random() < self.loss:
+        if self.drops(Packet.of(packet)) or self._chance.random() < self.loss:
             self.lost += 1
         else:
             self.carried += 1

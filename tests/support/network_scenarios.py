@@ -163,6 +163,45 @@ async def _work(peer: str) -> None:
     tell("cancelled", [await remote(gate).cancelled(2), await remote(streams).closed()])
 
 
+PATH_HEARTBEAT = 2.0
+
+
+async def paths(rank: int, *, rounds: int, **world: Any) -> None:
+    """Calls on paths that fail one at a time, between workers that live on."""
+    options: Any = {"rank": rank, "world_size": 2, "heartbeat": PATH_HEARTBEAT, **world}
+    async with aiorpc.worker(**options) as me:
+        changes = asyncio.create_task(kinds_of_changes(me))
+        tell("ready")
+        if rank == 0:
+            (peer,) = me.peers
+            shelf = remote(await create(peer, TensorShelf))
+            gate = await create(peer, Gate)
+            await until_sockets([peer])
+            await shelf.keep(torch.ones(1 << 16))  # opens the sockets
+            for number in range(rounds):
+                await _lose_path(peer, shelf, gate, number)
+        await told()
+    tell("changes", await changes)
+
+
+async def kinds_of_changes(me: Any) -> list[str]:
+    return [each.kind async for each in me.changes()]
+
+
+async def _lose_path(peer: str, shelf: Any, gate: Any, number: int) -> None:
+    """Tell the port of the connection for calls, and what comes of calls once it is cut."""
+    transport = pool.current().connection(peer)._transport
+    waiting = asyncio.ensure_future(outcome("call", remote(gate).passed()))
+    await remote(gate).entered(number + 1)
+    tell("port", transport.get_extra_info("sockname")[1])
+    await told()  # the path is cut, or carries no large packets
+    large = asyncio.ensure_future(outcome("large", shelf.echo(torch.ones(1 << 18))))
+    tell("ended", [await waiting, await large])
+    tell("next", await outcome("next", shelf.echo(number)))
+    tell("next", await outcome("next", shelf.echo(torch.ones(1 << 18))))
+    await told()  # it is whole
+
+
 MEMBERS = 4
 ELEMENTS = 4 << 20  # of float32: 16 MB
 
@@ -204,8 +243,10 @@ async def _lose_transfer(peer: str, shelf: Any) -> None:
     tell("ended", type(lost).__name__)
     del running, lost
     await until_no_threads()
-    gc.collect()
-    tell("gone", freed() is None)
+    while freed() is not None:  # the event loop has yet to hear that a thread has ended
+        gc.collect()
+        await asyncio.sleep(0.01)
+    tell("gone", True)
     await told()  # the link is whole
     while (await outcome("try", shelf.echo(7)))[1] != "7":
         pass

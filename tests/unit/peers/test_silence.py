@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch.errors import WorkerLost
 
 NAMES = ["a", "b", "c", "peer", "talks"]
 TIMEOUT = 8.0  # seconds: then a check comes every second, and sums are exact
@@ -214,6 +215,33 @@ def test_a_loss_is_reported_once() -> None:
     checks = [tracker.check(now, ["peer"]) for now in range(14)]
     assert [now for now, (_, lost) in enumerate(checks) if lost] == [6, 13]
     assert [now for now, (to_ping, _) in enumerate(checks) if to_ping] == [2, 9]
+
+
+def test_a_probe_ends_with_any_later_message() -> None:
+    """torch's connection to it may have failed too. What came before the probe does not count."""
+    tracker = Tracker()
+    peer = tracker.peers.peers["peer"]
+    assert not tracker.peers.end_answered_probes(0.5)
+    peer.last_heard = 1.0
+    tracker.peers.apply(peer, Event.CUT)
+    peer.last_heard = 1.5  # it was read late
+    assert not tracker.peers.end_answered_probes(2.0)
+    assert not tracker.peers.end_answered_probes(3.0)
+    assert peer.is_probed
+    peer.last_heard = 3.5
+    assert tracker.peers.end_answered_probes(4.0)
+    assert not peer.is_probed
+    assert not tracker.peers.end_answered_probes(5.0)
+
+
+def test_the_exit_of_a_child_is_awaited_whatever_comes() -> None:
+    tracker = Tracker()
+    peer = tracker.peers.peers["peer"]
+    tracker.peers.apply(peer, Event.EXIT, WorkerLost("peer"))
+    assert not tracker.peers.end_answered_probes(1.0)
+    peer.last_heard = 1.5
+    assert not tracker.peers.end_answered_probes(2.0)
+    assert peer.is_probed
 
 
 def test_a_peer_that_is_probed_is_watched() -> None:

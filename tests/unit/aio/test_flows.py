@@ -1,0 +1,104 @@
+"""The path of a TCP connection, as the kernel knows it."""
+
+import contextlib
+import ctypes
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aiorpc_torch._aio.flows import Flow, FlowInfo, read_flow
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells of paths")
+
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # of classic BPF: return 0 bytes
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def drop_incoming(sock: socket.socket) -> None:
+    """Let the kernel drop all that comes for a socket: nothing acknowledges it."""
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    sock.setsockopt(
+        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+    )
+
+
+def silence_of(flow: Flow, sock: socket.socket) -> float:
+    info = read_flow(sock)
+    assert info is not None
+    return flow.silence(info, time.monotonic())
+
+
+def test_a_path_that_carries_nothing(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Its silence grows from the first look on."""
+    ours, theirs = ends
+    flow = Flow()
+    ours.send(b"1")
+    assert theirs.recv(1) == b"1"
+    assert silence_of(flow, ours) == 0.0
+    drop_incoming(theirs)
+    ours.send(b"2")
+    assert silence_of(flow, ours) == 0.0
+    time.sleep(0.3)  # what is measured
+    assert silence_of(flow, ours) >= 0.3
+
+
+def test_a_process_that_does_not_read(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Its kernel answers all probes, so the path is not silent."""
+    ours, _ = ends
+    ours.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(1 << 16))
+    flow, end, longest = Flow(), time.monotonic() + 1.5, 0.0
+    while time.monotonic() < end:
+        longest = max(longest, silence_of(flow, ours))
+        time.sleep(0.05)  # what is measured
+    assert longest < 1.0
+
+
+def test_a_closed_socket() -> None:
+    with socket.socket() as sock:
+        pass
+    assert read_flow(sock) is None
+
+
+looks = st.lists(st.tuples(st.floats(0.01, 10.0), st.integers(0, 3), st.integers(0, 2)), min_size=1)
+
+
+@given(looks)
+def test_silence_is_the_time_without_progress(each: list[tuple[float, int, int]]) -> None:
+    """It starts with the first look at missing bytes, and ends with any progress."""
+    flow, now, arrived, since = Flow(), 0.0, 0, 0.0
+    was_missing = False
+    for pause, missing, progress in each:
+        now, arrived = now + pause, arrived + progress
+        found = flow.silence(FlowInfo(missing, 0.0, arrived), now)
+        if not (missing and was_missing) or progress:
+            since = now
+        was_missing = missing > 0
+        assert found == pytest.approx(now - since)
+
+
+@given(st.lists(st.floats(0.01, 5.0), min_size=2))
+def test_silence_grows(pauses: list[float]) -> None:
+    flow, now, found = Flow(), 0.0, []
+    for pause in pauses:
+        now += pause
+        found.append(flow.silence(FlowInfo(1, 0.0, 7), now))
+    assert found[0] == 0.0
+    assert all(before < after for before, after in pairwise(found))
