@@ -1,9 +1,28 @@
 """TCP connections whose other end acknowledges nothing: probes, and a time limit."""
 
+import contextlib
 import socket
+import sys
 
 KEEPALIVE = 60  # seconds until TCP probes an idle connection
 _PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+_TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it
+LONGEST_SILENCE = 900.0  # seconds: about what TCP has by default
+
+
+def retry_soon(connected: socket.socket) -> None:
+    """Let TCP send again every second, for `LONGEST_SILENCE` seconds, where Linux can.
+
+    By default the pauses double up to two minutes, so a connection works again long after the link.
+    """
+    if sys.platform == "linux":
+        # First the limit: with short pauses, the usual 15 attempts are over soon.
+        with contextlib.suppress(OSError):
+            timeout = int(LONGEST_SILENCE * 1000)
+            connected.getsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS)
+            if not connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+            connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 def probe_when_idle(connected: socket.socket) -> None:
@@ -29,3 +48,4 @@ def end_when_silent(connected: socket.socket, seconds: float) -> None:
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
             connected.setsockopt(socket.IPPROTO_TCP, option, int(value))
+    retry_soon(connected)

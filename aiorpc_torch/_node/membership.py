@@ -36,6 +36,7 @@ from .._peers.peers import (
 from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.compat import RawFuture
+from .._torch.pipes import retry_soon_to
 from .._torch.transport import (
     REACH_REMEDY,
     classify_error,
@@ -325,6 +326,8 @@ class Membership:
             self._ping(peer)
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
+            if self._peers.address_elsewhere(peer):  # perhaps a link is cut
+                retry_soon_to(peer.member.address, self._peers.own.member.address)
         self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:

@@ -30,6 +30,7 @@ from aiorpc_torch import Group, create, remote
 from aiorpc_torch._carrier import socket_threads
 from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
+from aiorpc_torch._torch.transport import ping, wrap_future
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.tensor_shelf import TensorShelf
@@ -159,6 +160,9 @@ async def _work(peer: str) -> None:
     while (await outcome("try", remote(counter, timeout=0.3).aadd(100)))[1].startswith("CallT"):
         tries += 1
     tell("resumed", time.monotonic() - start)
+    start = time.monotonic()
+    await wrap_future(ping(pool.current()._members.peers[peer].member.info))
+    tell("torch", time.monotonic() - start)
     tell("counted", [tries, await remote(counter).aadd(0)])
     tell("cancelled", [await remote(gate).cancelled(2), await remote(streams).closed()])
 

@@ -2,7 +2,12 @@
 
 import socket
 
-from aiorpc_torch._aio.silence import end_when_silent, probe_when_idle
+from aiorpc_torch._aio.silence import (
+    LONGEST_SILENCE,
+    end_when_silent,
+    probe_when_idle,
+    retry_soon,
+)
 
 
 def test_probes_of_an_idle_connection() -> None:
@@ -37,3 +42,14 @@ def test_a_short_limit_has_whole_seconds() -> None:
     with socket.socket() as sock:
         end_when_silent(sock, 2.0)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1
+
+
+def test_short_pauses_keep_a_limit_that_was_set() -> None:
+    """Otherwise TCP would give up after its usual number of attempts, within seconds."""
+    with socket.socket() as limited, socket.socket() as free:
+        end_when_silent(limited, 120.0)
+        retry_soon(limited)
+        assert limited.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
+        retry_soon(free)
+        found = free.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert found in (0, LONGEST_SILENCE * 1000)  # 0 where Linux cannot shorten the pauses
