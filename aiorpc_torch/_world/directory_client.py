@@ -283,11 +283,11 @@ class DirectoryClient:
             return False
         return self._port.tls is not None or self._meeting.is_at_port
 
-    async def _through_port(self, connected: socket.socket) -> socket.socket:
+    async def _through_port(self, connected: socket.socket, timeout: float) -> socket.socket:
         if self._port is None or not self._is_through_port(connected):
             return connected
         try:
-            async with asyncio.timeout(GREETING_TIMEOUT):  # a frozen host accepts connections
+            async with asyncio.timeout(timeout):  # a frozen host accepts connections
                 return await self._port.secure(connected, DIRECTORY, f"rank 0 at {self._meeting}")
         except OSError as exc:
             is_direct = self._port.tls is not None and not self._meeting.is_at_port
@@ -321,7 +321,7 @@ class DirectoryClient:
         connect = self._meeting.connect if record is None else partial(self._meeting.dial, record)
         try:
             found, [connected] = await self._in_thread(connect)
-            connected = await self._through_port(connected)
+            connected = await self._through_port(connected, timeout)
         except NoDirectoryError as exc:
             raise self._refusal(exc, "") from exc
         return await self._greet(found, connected, first, timeout)

@@ -94,8 +94,12 @@ async def test_workers_that_do_not_get_in(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.promise("security.tls")
 async def test_rank_0_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is stopped, say: the system accepts connections for it."""
-    monkeypatch.setattr(directory_client, "GREETING_TIMEOUT", 0.1)
+    """A process that is stopped, say: the system accepts connections for it.
+
+    The first attempts are short, so that another worker may take its place.
+    """
+    monkeypatch.setattr(directory_client, "RESUME_TIMEOUT", 0.1)
+    monkeypatch.setattr(directory_client, "GREETING_TIMEOUT", 2 * SOON)
     tls = Authority(tmp_path).tls()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
@@ -158,7 +162,7 @@ def test_channels_that_torch_knows(monkeypatch: pytest.MonkeyPatch, cuda: str | 
 async def test_rank_0_has_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker with one is told at once; so is one that finds a process group at the address."""
     monkeypatch.setattr(meeting_module, "_BIND_TIMEOUT", 0.1)
-    monkeypatch.setattr(directory_client, "GREETING_TIMEOUT", 0.5)
+    monkeypatch.setattr(directory_client, "RESUME_TIMEOUT", 0.5)
     tls, where = Authority(tmp_path).tls(), f"tcp://127.0.0.1:{free_port()}"
     async with client(0, where, None, has_port=False) as (first, _):
         starting = asyncio.create_task(first.register())
