@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests.support.certificates import Authority
 from tests.support.etcd_servers import Member, needs_etcd, running
 from tests.support.example_programs import free_port
-from tests.support.movers import Mover
+from tests.support.movers import Mover, all_call_all, end_all
 from tests.support.slack import SLACK
 
 HEARTBEAT = 1.0  # seconds
@@ -72,19 +73,10 @@ def world(place: Place, size: int = 3, **more: Any) -> list[Mover]:
     return workers
 
 
-def all_call_all(workers: list[Mover]) -> None:
-    pids = {each.name: each.process.pid for each in workers}
-    for each in workers:
-        found = {name: each.ask("call", name) for name in pids if name != each.name}
-        assert found == {name: pid for name, pid in pids.items() if name != each.name}
-
-
-def end_all(workers: list[Mover]) -> None:
-    for each in workers:
-        with contextlib.suppress(BrokenPipeError):
-            each.tell("end")
-    for each in workers:
-        assert each.end() == 0, each.errors()
+def leave(worker: Mover) -> None:
+    """Let a worker leave while the others go on, and wait for its end."""
+    worker.ask("leave")
+    assert worker.process.wait(30.0) == 0, worker.errors()
 
 
 @pytest.mark.slow
@@ -101,9 +93,7 @@ def test_the_coordinator_ends(place: Place, end: str) -> None:
         case "freeze":
             first.freeze()
         case _:
-            first.tell("leave")
-            first.hear("leave")
-            assert first.process.wait(30.0) == 0, first.errors()
+            leave(first)
     if not place.is_movable:
         if end == "freeze":
             first.thaw()
@@ -132,6 +122,42 @@ def test_the_coordinator_ends(place: Place, end: str) -> None:
     end_all(others)
     if place.kind == "file":
         assert os.listdir(place.folder) == [], "nothing is left at the place"
+
+
+@pytest.mark.slow
+@pytest.mark.promise("succession.takeover", "succession.replacement")
+@pytest.mark.parametrize("end", ["kill", "leave"])
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_coordinator_with_port_and_tls_ends(tmp_path: Path, kind: str, end: str) -> None:
+    """Each worker listens at its port, also the one that takes over and the replacement process.
+
+    tests/network/test_succession.py has the same between machines.
+    """
+    files = Authority(tmp_path).files()
+    names = ("w0", "w1", "w2", "a")
+    own = {name: {"port": free_port(), "tls": files, "interface": "lo"} for name in names}
+    with contextlib.ExitStack() as stack:
+        place = Place(kind, tmp_path, stack)
+        first, *others = [
+            place.start(name, rank, **own[name]) for rank, name in enumerate(names[:3])
+        ]
+        for rank, each in enumerate((first, *others)):
+            assert each.hear("in") == [rank, 0, "w0"]
+        others[0].tell("begin calling", "w2")
+        if end == "kill":
+            first.kill()
+        else:
+            leave(first)
+        if not place.is_movable:
+            others.append(place.start("w0", 0, **own["w0"]))
+            assert others[-1].hear("in") == [0, 1 if end == "kill" else 0, "w0"]
+        others.append(place.start("a", **own["a"]))
+        others[-1].hear("in")
+        all_call_all(others)
+        count, longest = others[0].ask("end calling")
+        assert count > 100
+        assert longest < 1.0 + SLACK
+        end_all(others)
 
 
 STARTS = 10.0  # seconds for the processes of such a test to start, on a busy machine

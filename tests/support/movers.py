@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import psutil
 
 import aiorpc_torch as aiorpc
 
@@ -20,13 +24,18 @@ PATIENCE = 60.0  # seconds
 
 
 class Mover:
-    """A worker in a process of its own."""
+    """A worker in a process of its own.
 
-    def __init__(self, name: str, **options: Any) -> None:
+    Args:
+        prefix: words before its command.
+        options: those of `worker`; `tls` is the files of `Tls`.
+    """
+
+    def __init__(self, name: str, prefix: Sequence[str] = (), **options: Any) -> None:
         self.name = name
         arguments = json.dumps({"name": name, **options})
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.movers", arguments],
+            [*prefix, sys.executable, "-m", "tests.support.movers", arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,7 +77,16 @@ class Mover:
         raise TimeoutError(f"{self.name}: {word} {self._lines} {self.errors()}")
 
     def errors(self) -> str:
+        """Return what it has logged, and the tracebacks."""
         return "".join(self._errors)
+
+    def logs(self, text: str) -> None:
+        """Wait until it has logged a text."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.errors():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise TimeoutError(f"{self.name} did not log {text!r}: {self.errors()}")
+            time.sleep(0.01)
 
     def ask(self, word: str, *args: Any) -> Any:
         self.tell(word, *args)
@@ -114,6 +132,23 @@ class Mover:
                 stream.close()
 
 
+def all_call_all(workers: Sequence[Mover]) -> None:
+    """Let each worker call each other one."""
+    pids = {each.name: each.process.pid for each in workers}
+    for each in workers:
+        found = {name: each.ask("call", name) for name in pids if name != each.name}
+        assert found == {name: pid for name, pid in pids.items() if name != each.name}
+
+
+def end_all(workers: Sequence[Mover]) -> None:
+    """Let the workers leave together."""
+    for each in workers:
+        with contextlib.suppress(BrokenPipeError):
+            each.tell("end")
+    for each in workers:
+        assert each.end() == 0, each.errors()
+
+
 # ── in the process ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -125,8 +160,19 @@ async def pid_of(name: str) -> int:
     return await aiorpc.call(name, os.getpid)
 
 
+def ports() -> list[list[Any]]:
+    """Return the addresses and ports at which this process listens, but for loopback ones."""
+    found = psutil.Process().net_connections("tcp")
+    listening = {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+    return sorted([ip, port] for ip, port in listening if not ip.startswith("127."))
+
+
 async def live(options: dict[str, Any]) -> None:
     """Enter a world and obey commands."""
+    if "tls" in options:
+        options["tls"] = aiorpc.Tls(*options["tls"])
+    calling: asyncio.Task[tuple[int, float]] | None = None
+    stop = asyncio.Event()
     async with aiorpc.worker(**options) as me:
         tell("in", [me.rank, me.restarts, me.coordinator])
         while True:
@@ -149,16 +195,27 @@ async def live(options: dict[str, Any]) -> None:
                     while me.coordinator != args[0]:  # noqa: ASYNC110 - nothing tells of it
                         await asyncio.sleep(0.01)
                     tell("coordinator", me.coordinator)
+                case "ports":
+                    tell("ports", ports())
                 case "keep calling":
-                    tell("keep calling", await keep_calling(args[0], args[1]))
+                    end = time.monotonic() + args[1]
+                    until = lambda end=end: time.monotonic() > end  # noqa: E731
+                    tell("keep calling", await keep_calling(args[0], until))
+                case "begin calling":
+                    calling = asyncio.create_task(keep_calling(args[0], stop.is_set))
+                case "end calling":
+                    stop.set()
+                    assert calling is not None
+                    tell("end calling", await calling)
                 case _:
                     raise ValueError(word)
 
 
-async def keep_calling(name: str, seconds: float) -> tuple[int, float]:
+async def keep_calling(name: str, is_over: Callable[[], bool]) -> tuple[int, float]:
     """Call a worker again and again; return how often, and the longest call in seconds."""
-    count, longest, end = 0, 0.0, time.monotonic() + seconds
-    while (start := time.monotonic()) < end:
+    count, longest = 0, 0.0
+    while not is_over():
+        start = time.monotonic()
         await aiorpc.call(name, os.getpid)
         count, longest = count + 1, max(longest, time.monotonic() - start)
         await asyncio.sleep(0.001)
@@ -166,4 +223,5 @@ async def keep_calling(name: str, seconds: float) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     asyncio.run(live(json.loads(sys.argv[1])))
