@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ from aiorpc_torch._directory.directory_messages import (
 )
 from aiorpc_torch._directory.directory_server import MAX_REQUEST, DirectoryServer
 from aiorpc_torch._directory.directory_stream import Stream, encode, greeting, open_stream
+from aiorpc_torch._directory.record import Claim, Record
 from aiorpc_torch._directory.registration import Registration
+from tests.support.two_ends import until
 
 SOON = 30.0
 WORLD = "0" * 32
@@ -210,6 +213,45 @@ async def test_a_failure_reaches_who_sends_meanwhile(
     for each in streams:
         await each.close()
     await closing
+
+
+class SlowValue:
+    """A value whose first swap answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def read(self) -> bytes | None:
+        return None
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        self.is_asked.set()
+        self.may_answer.wait(SOON)
+        return True
+
+    def clear(self, old: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.promise("succession.never_two")
+async def test_a_renewal_that_is_answered_after_the_lease(caplog: pytest.LogCaptureFixture) -> None:
+    """No process enters: another worker may have claimed the place meanwhile."""
+    value, steps = SlowValue(), list[str]()
+    record = Record(WORLD, "w0", lease=1.0)
+    claim = Claim(value, record, b"written", time.monotonic())
+    server = DirectoryServer(WORLD, [], claim)
+    server._loop.call_soon_threadsafe(server.record, lambda: steps.append("entered"))
+    await asyncio.to_thread(value.is_asked.wait, SOON)
+    end = time.monotonic() + claim.lease
+    await until(lambda: time.monotonic() > end)
+    value.may_answer.set()
+    await until(lambda: "the directory ends" in caplog.text)
+    server.close()
+    assert steps == []
+    assert "it does not reach its place in time" in caplog.text
 
 
 def test_a_connection_that_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
