@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any, Self
 import psutil
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._directory.directory_server import DirectoryServer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # seconds
@@ -75,6 +78,11 @@ class Mover:
                     assert found != "ended" or word == "ended", self.errors()
                 self._heard.wait(end - time.monotonic())
         raise TimeoutError(f"{self.name}: {word} {self._lines} {self.errors()}")
+
+    def has_said(self, word: str) -> bool:
+        """Return whether there is an event that was not heard."""
+        with self._heard:
+            return any(found == word for found, _ in self._lines)
 
     def errors(self) -> str:
         """Return what it has logged, and the tracebacks."""
@@ -140,6 +148,14 @@ def all_call_all(workers: Sequence[Mover]) -> None:
         assert found == {name: pid for name, pid in pids.items() if name != each.name}
 
 
+def check_directories(workers: Sequence[Mover]) -> None:
+    """Check that at no time two workers, which are alive, kept a directory."""
+    found = sorted((*times, each.name) for each in workers for times in each.ask("directories"))
+    print("directories:", *found)
+    for (_, end, _), (start, _, _) in itertools.pairwise(found):
+        assert end <= start, found
+
+
 def end_all(workers: Sequence[Mover]) -> None:
     """Let the workers leave together."""
     for each in workers:
@@ -167,10 +183,31 @@ def ports() -> list[list[Any]]:
     return sorted([ip, port] for ip, port in listening if not ip.startswith("127."))
 
 
+def follow_directories() -> list[tuple[float, float]]:
+    """Return a list of the times from which and until which a directory here lets others enter.
+
+    The clock is that of `time.monotonic`, one for all processes of a machine.
+    """
+    found: list[tuple[float, float]] = []
+    renew = DirectoryServer._renew
+
+    async def followed(server: DirectoryServer) -> None:
+        start = time.monotonic()
+        found.append((start, math.inf))
+        try:
+            await renew(server)
+        finally:
+            found[found.index((start, math.inf))] = start, time.monotonic()
+
+    DirectoryServer._renew = followed  # type: ignore[method-assign]
+    return found
+
+
 async def live(options: dict[str, Any]) -> None:
     """Enter a world and obey commands."""
     if "tls" in options:
         options["tls"] = aiorpc.Tls(*options["tls"])
+    directories = follow_directories()
     calling: asyncio.Task[tuple[int, float]] | None = None
     stop = asyncio.Event()
     async with aiorpc.worker(**options) as me:
@@ -195,6 +232,8 @@ async def live(options: dict[str, Any]) -> None:
                     while me.coordinator != args[0]:  # noqa: ASYNC110 - nothing tells of it
                         await asyncio.sleep(0.01)
                     tell("coordinator", me.coordinator)
+                case "directories":
+                    tell("directories", directories)
                 case "ports":
                     tell("ports", ports())
                 case "keep calling":
