@@ -191,12 +191,14 @@ class Ended(_Message):
 
 
 class Missing(_Message):
-    """The ranks that are awaited, and what they have to do."""
+    """The first ranks that are awaited, and what they have to do."""
 
     ranks: Sequence[int]
     action: str
     ended: str = ""
-    """A text about those of them that had registered and have ended."""
+    """A text about those that had registered and have ended."""
+    more: int = 0
+    """Number of the ranks that are awaited too, and not named."""
 
 
 class Moved(_Message):

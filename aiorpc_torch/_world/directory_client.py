@@ -403,6 +403,7 @@ class DirectoryClient:
         with WaitReport(logging.WARNING, LOG_INTERVAL) as waiting:
             while isinstance(message := await self._next(waiting.pause), wire.Missing):
                 listed = ", ".join(map(str, message.ranks))
+                listed += f" and {message.more} more" if message.more else ""
                 ended = f" ({message.ended})" if message.ended else ""
                 text = f"{self.registration} waits for rank {listed} to {message.action}{ended}"
                 waiting.tell(text)

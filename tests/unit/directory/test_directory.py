@@ -23,6 +23,7 @@ from aiorpc_torch._directory.directory_messages import (
     FromWorker,
     GiveUp,
     Greet,
+    Here,
     Know,
     Known,
     Leave,
@@ -87,6 +88,28 @@ def test_missing_ranks_are_named_to_all() -> None:
     assert hasty.inbox == [Failed(text, [1, 3])]
     assert patient.inbox == [Failed(f"{hasty.own} has given up: {text}", [1, 3])]
     assert network.register(registration(1, 4)).inbox == [Ended()], "of the next attempt"
+
+
+def test_many_missing_ranks() -> None:
+    """The first ones are named to those that ask, and all of them to those that give up."""
+    network = Network()
+    ended, first = (network.register(registration(rank, 50)) for rank in (1, 0))
+    ended.end()
+    first.say(AskMissing())
+    text = f"{ended.own} had registered, and ended"
+    assert first.inbox.pop() == Missing([*range(1, 21)], "register", text, 29)
+    for rank in range(1, 30):
+        network.register(registration(rank, 50)).end()
+    first.say(AskMissing())
+    missing = first.inbox.pop()
+    assert isinstance(missing, Missing)
+    assert missing.ended.count("process") == 20
+    assert missing.ended.endswith(" and 9 more had registered, and ended")
+    first.say(GiveUp("within 5 s"))
+    [failed] = first.inbox
+    assert isinstance(failed, Failed)
+    assert failed.missing == [*range(1, 50)]
+    assert failed.text.count("process") == 29
 
 
 def test_a_worker_that_ends_before_all_have_registered_is_named() -> None:
@@ -223,6 +246,18 @@ def test_a_worker_that_joins_waits_for_the_world() -> None:
     assert early.has_entered
 
 
+def test_many_workers_that_wait_and_are_refused() -> None:
+    """Each learns of it once, however many they are; the others enter."""
+    network = Network()
+    refused = [network.join(f"r{count}", version="0.9") for count in range(1_000)]
+    joining = network.join("a")
+    for rank in (0, 1):
+        network.register(registration(rank, 2))
+    network.settle()
+    assert all([type(one) for one in each.heard] == [Failed] for each in refused)
+    assert joining.has_entered
+
+
 @pytest.mark.promise("joining.names")
 def test_names_that_are_refused_and_free() -> None:
     """A living worker's is refused. That of one that has left or died is free."""
@@ -322,7 +357,7 @@ def test_a_process_that_is_frozen_while_it_joins() -> None:
 def test_a_world_that_has_had_all_numbers(is_replacement: bool) -> None:
     """The next process is refused, and the world goes on."""
     network, [first, second, third] = start()
-    network.directory._entries = MAX_PROCESSES - 4
+    network.directory._entries.count = MAX_PROCESSES - 4
     last = network.join("last")
     network.settle()
     assert last.number == MAX_PROCESSES - 1
@@ -333,7 +368,7 @@ def test_a_world_that_has_had_all_numbers(is_replacement: bool) -> None:
     assert isinstance(refused.last, Failed)
     assert "32,768 processes" in refused.last.text
     assert second.view == first.view == {"w0": 0, "w1": 1, "w2": 2, "last": MAX_PROCESSES - 1}
-    assert not network.directory._entering
+    assert not network.directory._entries._entering
 
 
 @pytest.mark.promise("rejoin.machines")
@@ -483,7 +518,8 @@ def test_a_stranger_that_connects_again(wrong: tuple[str, int, str]) -> None:
     assert first.inbox == [Ended()]
     with pytest.raises(ValueError, match="register first"):
         network.directory.receive(connection, Leave(True))
-    assert network.directory._open[second.connection].is_open
+    second.say(Greet())
+    assert second.last == Here(), "its own connection is open"
 
 
 # ── exit ────────────────────────────────────────────────────────────────────────────────────────

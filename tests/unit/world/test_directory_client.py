@@ -202,12 +202,16 @@ async def test_cancel_ends_the_wait_of_all(group: Group) -> None:
 async def test_missing_ranks_are_logged(
     tcp: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A long wait is logged as a warning."""
+    """A long wait is logged as a warning, which names some of them."""
     monkeypatch.setattr(directory_client, "LOG_INTERVAL", 0.01)
-    with caplog.at_level(logging.WARNING, "aiorpc_torch"):
-        assert isinstance(await failure(tcp.register(registration(0), timeout=0.2)), WorldTimeout)
-    texts = {each.getMessage() for each in caplog.records}
-    assert texts == {f"{registration(0)} waits for rank 1 to register"}
+    first = ", ".join(map(str, range(1, 21)))
+    for size, missing in ((2, "1"), (30, f"{first} and 9 more")):
+        caplog.clear()
+        own = registration(0, size)
+        with caplog.at_level(logging.WARNING, "aiorpc_torch"):
+            assert isinstance(await failure(tcp.register(own, timeout=0.2)), WorldTimeout)
+        texts = {each.getMessage() for each in caplog.records}
+        assert texts == {f"{own} waits for rank {missing} to register"}
 
 
 @pytest.mark.promise("worlds.conflict")

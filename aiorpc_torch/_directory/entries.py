@@ -1,0 +1,296 @@
+"""The entry of processes into a running world.
+
+A process is added at every living member before it is announced to any: whoever learns of it may
+send its RRefs to any other worker, which knows it already. One whose name is held waits until a
+member has judged whether the holder is alive.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from . import directory_messages as wire
+from .members import Members, Process
+from .registration import MAX_PROCESSES, Registration
+
+START_TIMEOUT = 60.0  # seconds from the admission of a process to its address
+ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
+
+
+class Entries:
+    """All entries into one world, at most one of each name at once."""
+
+    def __init__(self, members: Members, numbers: tuple[int, int]) -> None:
+        self._members = members
+        self.count, self.joins = numbers  # of all entries, and of those under a new rank
+        self.first_ids = 0  # the highest worker id of the start
+        self._is_open = False
+        self._waiting: dict[Process, None] = {}  # in the order in which they have come
+        self._entering: dict[str, Process] = {}  # by the name that is claimed, until announced
+        self._adding: dict[int, Process] = {}  # those of them with an address, by worker id
+
+    def begin(self, first_ids: int) -> None:
+        """Begin the numbers of a new world."""
+        self.count, self.joins, self.first_ids = 0, 0, first_ids
+
+    def open(self) -> None:
+        """Let processes enter from now on."""
+        self._is_open = True
+        self._admit()
+
+    def wait(self, process: Process) -> None:
+        """Let a process enter as soon as it may."""
+        self._waiting[process] = None
+        self._admit()
+
+    def withdraw(self) -> list[Process]:
+        """Return those that wait though they have a rank; they wait no longer."""
+        found = [each for each in self._waiting if not each.registration.joined]
+        for each in found:
+            del self._waiting[each]
+        return found
+
+    def forget(self, process: Process) -> None:
+        """End the entry of a process, if it has one."""
+        self._waiting.pop(process, None)
+        if self.is_entering(process):
+            del self._entering[process.name]
+            self._adding.pop(process.worker_id, None)
+
+    def is_entering(self, process: Process) -> bool:
+        """Return whether the entry of a process has begun, and it is not announced yet."""
+        return self._entering.get(process.name) is process
+
+    # ── admission ───────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        """Let the waiting processes enter; those whose name is being claimed wait on."""
+        if not (self._is_open and self._members.named):
+            return
+        for process in [*self._waiting]:
+            if process.name in self._entering:
+                continue
+            del self._waiting[process]
+            if refusal := self._refusal(process.registration):
+                self._members.send((process,), wire.Failed(refusal))
+                continue
+            self._entering[process.name] = process
+            if process.name not in self._members.named:
+                self._enter(process)
+            else:  # also if its connection has ended: the process may be alive
+                self._ask(process)
+
+    def _refusal(self, registration: Registration) -> str:
+        """Return why a process cannot enter, "" if it can as far as the names tell."""
+        first = self._members.by_rank()[0].registration
+        size = first.world_size if registration.joined else registration.world_size
+        as_first = first.rank if registration.joined else registration.rank  # its name may be free
+        if conflict := first.conflict_with(replace(registration, world_size=size, rank=as_first)):
+            return conflict
+        hidden = (each.hidden_from(registration.namespace) for each in self._members.here())
+        if text := next(filter(None, hidden), ""):
+            return text
+        holder, every = self._members.named.get(registration.name), self._members.by_rank()
+        if registration.joined:
+            return ""
+        if holder is not None and holder.registration.joined:
+            return f"{registration} cannot rejoin: {holder.registration} has joined"
+        of_rank = next((each for each in every if each.rank == registration.rank), holder)
+        if of_rank is not None and of_rank is not holder:
+            return f"{registration} cannot rejoin: that rank is of {of_rank.registration}"
+        return "" if holder is None else holder.registration.conflict_with(registration)
+
+    def _ask(self, process: Process) -> None:
+        """Ask a member whether the holder of a name is alive that a process wants."""
+        holder, here = self._members.named.get(process.name), self._members.here()
+        judges = [each for each in here if each is not holder] or here
+        if holder is None or not judges:
+            self._judged(process, is_alive=False)
+            return
+        judge = min(judges, key=lambda each: (each.name != self._members.keeper, each.rank))
+        process.judge = judge.connection
+        self._members.send((judge,), wire.Ask(holder.name, holder.worker_id))
+
+    def judge(self, connection: int, message: wire.Verdict) -> None:
+        """Hear from a member whether the holder of a name is alive."""
+        process = self._entering.get(message.name)
+        holder = self._members.named.get(message.name)
+        if process is None or process.judge != connection:
+            return  # a late answer
+        if holder is None or holder.worker_id == message.worker_id:
+            self._judged(process, is_alive=message.is_alive)
+            self._admit()
+
+    def _judged(self, process: Process, *, is_alive: bool) -> None:
+        process.judge = None
+        if is_alive:
+            self._refuse(process, taken(process.name))
+        else:
+            self._enter(process)
+
+    def _refuse(self, process: Process, text: str, missing: Sequence[int] | None = None) -> None:
+        """Refuse a process; `_admit` has to follow, as its name may be free now."""
+        self.forget(process)
+        self._members.send((process,), wire.Failed(text, missing))
+
+    def refuse_claim(self, name: str) -> None:
+        """Refuse the process that wants the name of a member, which is alive."""
+        if (process := self._entering.get(name)) is not None:
+            self._refuse(process, taken(name))
+            self._admit()
+
+    def give_up(self, process: Process, when: str, *, is_starting: bool) -> None:
+        """End the entry of a process that waits no longer, perhaps while the world starts."""
+        text = f"{process.registration} was not let in {when}"
+        if process in self._waiting and is_starting:
+            text = f"{process.name!r} joins a running world, and none is complete {when}. "
+            text += "Start its first workers without join="
+        self._refuse(process, text, [])
+        self._admit()
+
+    # ── numbers ─────────────────────────────────────────────────────────────────────────────────
+
+    def learn(self, count: int, joins: int, first_ids: int = 0) -> None:
+        """Note numbers that another directory has given: no process gets them here."""
+        self.count, self.joins = max(self.count, count), max(self.joins, joins)
+        self.first_ids = max(self.first_ids, first_ids)
+
+    def _enter(self, process: Process) -> None:
+        """Give a process its rank and worker id, unless it has them from another directory."""
+        if process.worker_id < 0:
+            if self.first_ids + self.count + 1 >= MAX_PROCESSES:
+                self._refuse(process, _EXHAUSTED)
+                return
+            self._number(process)
+        self._record(process, self._tell_numbers)
+
+    def _number(self, process: Process) -> None:
+        self.count += 1
+        before = self._members.named.get(process.name)
+        restarts = 0 if before is None else before.registration.restarts + 1
+        own = replace(process.registration, entry=self.count, restarts=restarts)
+        if own.joined:
+            size = self._members.by_rank()[0].registration.world_size
+            own = replace(own, rank=size + self.joins, world_size=size)
+            self.joins += 1
+        process.registration, process.worker_id = own, self.first_ids + self.count
+
+    def _record(self, process: Process, step: Callable[[Process], None]) -> None:
+        """Take a step once the numbers are recorded, unless the entry has ended meanwhile.
+
+        Not if another directory has taken over: the process enters there.
+        """
+
+        def go_on() -> None:
+            if self.is_entering(process):
+                step(process)
+
+        self._members.connections.record(go_on)
+
+    def _tell_numbers(self, process: Process) -> None:
+        """Tell a process its numbers, which are recorded, and the members that it starts beside."""
+        own, every = process.registration, self._members.by_rank()
+        others = [each.registration for each in every if each.name != own.name]
+        listed = sorted([*others, own], key=lambda each: each.rank)
+        entering = wire.Entering(own, process.worker_id, listed, self._members.world)
+        self._members.send((process,), entering)
+        self._members.connections.call_later(START_TIMEOUT, partial(self._expire_start, process))
+
+    def _expire_start(self, process: Process) -> None:
+        """Free the name of an entering process that has no address in time: it is frozen, say."""
+        if process.member is None and self.is_entering(process):
+            text = f"{process.registration} had no address within {START_TIMEOUT:g} s"
+            self._refuse(process, text, [])
+            self._admit()
+
+    # ── the addition at all members ─────────────────────────────────────────────────────────────
+
+    def publish(self, process: Process, message: wire.Publish) -> None:
+        """Let every living member add a process that has an address, unless one is out of reach."""
+        if process.judge is not None:
+            raise ValueError("not the time for an address")
+        member, others = process.publish(message.address, message.device_maps), self._members.here()
+        hidden = (process.hidden_from(each.registration.namespace) for each in others)
+        if text := next(filter(None, hidden), ""):
+            self._refuse(process, text)
+            self._admit()
+            return
+        replaced = self._members.named.get(process.name)
+        self._members.add(process)
+        if replaced is not None:
+            self._members.disconnect(replaced)
+        others = [each for each in others if each is not replaced]
+        process.unaware = {each.connection for each in others}
+        self._adding[process.worker_id] = process
+        self._members.send(others, wire.Add(member))
+        self._members.send_list([process])
+        self._members.send_ends([process])
+        self._members.connections.call_later(ADD_TIMEOUT, partial(self._announce, process))
+        if not others:
+            self._announce(process)
+
+    def know(self, connection: int, worker_id: int) -> None:
+        """Note that a member has added a process, or that its connection has ended."""
+        process = self._adding.get(worker_id)
+        if process is not None and connection in process.unaware:
+            process.unaware.remove(connection)
+            if not process.unaware:
+                self._announce(process)
+
+    def _announce(self, process: Process) -> None:
+        """Announce an entering process, unless it was: after a while also if some are unaware."""
+        if self.is_entering(process):
+            self._record(process, self._tell_all)
+
+    def _tell_all(self, process: Process) -> None:
+        every, unaware = self._members.by_rank(), process.unaware
+        silent = [each.name for each in every if each.connection in unaware]
+        self.forget(process)
+        self._members.send_all(wire.Announce(process.name, process.worker_id, silent))
+        self._admit()
+
+    # ── connections of members ──────────────────────────────────────────────────────────────────
+
+    def gone(self, connection: int) -> None:
+        """Note the end of a connection: of a member that has to add a process, or judges, say."""
+        for process in [*self._entering.values()]:
+            self.know(connection, process.worker_id)
+            if process.judge == connection and self._members.named:  # else all have left
+                self._ask(process)
+        self._admit()
+
+    def update(self, processes: Sequence[Process]) -> None:
+        """Send members all that they may not have heard."""
+        added = [*self._adding.values()]
+        self._members.send_list(processes, but=added)
+        self._members.send_ends(processes)
+        for each in added:
+            assert each.member is not None
+            self._members.send(processes, wire.Add(each.member))
+
+    def reconnect(self, before: int, after: int) -> None:
+        """Note the new connection of a member, which is asked again to add the processes."""
+        for each in self._adding.values():
+            if before in each.unaware:
+                each.unaware ^= {before, after}
+
+    def is_replacing(self, process: Process) -> bool:
+        """Return whether another process enters under the name of one that was found dead."""
+        other = self._entering.get(process.name, process)
+        return other is not process and other.judge is None
+
+    def has_id(self, worker_id: int) -> bool:
+        """Return whether a process that enters has that worker id."""
+        every = (*self._entering.values(), *self._waiting)
+        return any(each.worker_id == worker_id for each in every)
+
+
+_EXHAUSTED = (
+    f"this world has had {MAX_PROCESSES:,} processes, its first ones and replacement processes "
+    "included, and torch's worker ids have 16 bits: no further one can enter. Start a new world"
+)
+
+
+def taken(name: str) -> str:
+    """Return why a process is refused that has the name of a living worker."""
+    return f"two workers are called {name!r}: the first one is alive"

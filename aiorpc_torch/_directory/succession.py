@@ -1,0 +1,235 @@
+"""Members of a running world that connect again: at this directory, or after another one's end."""
+
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from . import directory_messages as wire
+from .directory_messages import FromWorker
+from .entries import Entries, taken
+from .members import Connections, Members, Process, digest
+from .registration import MAX_PROCESSES
+
+RESUME_TIMEOUT = 2.0  # seconds for the members to connect to a directory that has taken over
+ANSWER_TIMEOUT = 2.0  # seconds for a survivor to tell what it knows
+MAX_HELD = 16  # messages of a survivor
+MAX_UNKNOWN = 64  # entries that no member knows of, when a directory has taken over
+
+
+class Survivors:
+    """Members of a running world that connect to the directory of a start.
+
+    They may come within `grace` seconds. One after another is asked what it knows, until one has
+    answered; what they send meanwhile is held. `on_none` is called when there is none any more.
+    """
+
+    def __init__(self, connections: Connections, grace: float, on_none: Callable[[], None]) -> None:
+        self._connections, self._on_none = connections, on_none
+        self.held: dict[int, list[FromWorker]] = {}  # by connection
+        self._asked: int | None = None  # its connection
+        self.has_grace = grace > 0.0
+        if self.has_grace:
+            connections.call_later(grace, self._end_grace)
+
+    def _end_grace(self) -> None:
+        self.has_grace = False
+        if not self.held:
+            self._on_none()
+
+    def add(self, connection: int, message: wire.Resume) -> None:
+        """Add one that has connected."""
+        self.held[connection] = [message]
+        self._ask_next()
+
+    def hold(self, connection: int, message: FromWorker) -> bool:
+        """Keep a message; return whether it is of a survivor, and not one too many."""
+        if not 0 < len(held := self.held.get(connection, [])) < MAX_HELD:
+            return False
+        held.append(message)
+        return True
+
+    def _ask_next(self) -> None:
+        if self._asked is None and self.held:
+            self._asked = next(iter(self.held))
+            self._connections.send([self._asked], wire.Recall())
+            self._connections.call_later(ANSWER_TIMEOUT, partial(self._expire, self._asked))
+
+    def _expire(self, connection: int) -> None:
+        """Wait no longer for what a survivor knows: it is frozen, say."""
+        if self.is_asked(connection):
+            self._connections.close_connection(connection)
+            self.forget(connection)
+
+    def is_asked(self, connection: int) -> bool:
+        """Return whether that one is asked what it knows."""
+        return connection == self._asked
+
+    def check(self, connection: int, known: wire.Known) -> None:
+        """Check what the one knows that is asked: it must be a member of that world."""
+        self._asked = None
+        resumed = self.held[connection][0]
+        assert isinstance(resumed, wire.Resume)
+        found = {each.name: each for each in known.members}.get(resumed.registration.name)
+        if not resumed.key or found is None or found.digest != digest(resumed.key):
+            raise ValueError("it is no member of the world that it knows")
+
+    def forget(self, connection: int) -> None:
+        """Note the end of a connection."""
+        if self.held.pop(connection, None) is not None:
+            if self.is_asked(connection):
+                self._asked = None
+                self._ask_next()
+            if not self.held:
+                self._on_none()
+
+    def release(self) -> Mapping[int, Sequence[FromWorker]]:
+        """Return what each has sent, its first message included: their world is known now."""
+        held, self.held = self.held, {}
+        return held
+
+
+class Succession:
+    """The return of members to a directory that knows their world.
+
+    One that has taken it over knows what one member has told. It lets no process enter until the
+    members are connected, or do not come for some seconds.
+    """
+
+    def __init__(self, members: Members, entries: Entries) -> None:
+        self._members, self._entries = members, entries
+        self.is_resuming = False  # whether it has taken over, and waits for members
+        self._absent: set[str] = set()  # members that may be alive, and have not connected yet
+        self._recalled: set[int] = set()  # connections of those that are asked what they know
+        self._resumed: dict[Process, int] = {}  # the entries that each knows of, until that is over
+
+    def begin(self, known: wire.Known) -> None:
+        """Take over a world as one member knows it. `end_if_complete` has to follow."""
+        self.is_resuming = True
+        self._members.world = known.world
+        self._learn(known)
+        self._members.connections.call_later(RESUME_TIMEOUT, self._end)
+
+    def _learn(self, known: wire.Known) -> None:
+        """Add the members that another one knows; they are not connected yet."""
+        ranks = [each.rank for each in known.members]
+        ids = [each.worker_id for each in known.members]
+        numbers = [known.entries, known.joins, known.first_ids]
+        if not all(0 <= each < 2 * MAX_PROCESSES for each in (*numbers, *ranks, *ids)):
+            raise ValueError("no numbers of a world")
+        self._entries.learn(*numbers)
+        lost, leaving = {*known.lost}, {*known.leaving}
+        for each in known.members:
+            held = self._members.named.get(each.name)
+            if held is not None and held.worker_id >= each.worker_id:
+                continue
+            process = Process(each.registration, each.digest, each.worker_id)
+            process.publish(each.address, each.device_maps)
+            process.is_lost, process.is_retiring = each.name in lost, each.name in leaving
+            self._members.add(process)
+            if not (process.is_lost or process.is_retiring):
+                self._absent.add(each.name)
+
+    def _recall(self, connection: int) -> None:
+        self._recalled.add(connection)
+        self._members.connections.send([connection], wire.Recall())
+
+    def is_recalled(self, connection: int) -> bool:
+        """Return whether a member is asked what it knows."""
+        return connection in self._recalled
+
+    def answer(self, connection: int, known: wire.Known) -> None:
+        """Add what a member knows that was asked."""
+        self._recalled.discard(connection)
+        self._learn(known)
+        self.end_if_complete()
+
+    def forget(self, connection: int) -> None:
+        """Note the end of a connection."""
+        if connection in self._recalled:
+            self._recalled.discard(connection)
+            self.end_if_complete()
+
+    def end_if_complete(self) -> None:
+        """End the wait for the members once all that may be alive are connected."""
+        if not (self._recalled or self._absent):
+            self._end()
+
+    def _end(self) -> None:
+        if not self.is_resuming:
+            return
+        for each in [*self._members.named.values()]:
+            if each.is_retiring and not each.is_open:
+                self._members.remove(each)
+        # Not the list of all members to all of them.
+        current: list[Process] = []
+        behind: list[Process] = []
+        for each in self._members.here():
+            knows_all = self._resumed.get(each) == self._entries.count
+            (current if knows_all else behind).append(each)
+        self._members.send(current, wire.Moved(self._members.keeper))
+        self._members.send_ends(current)
+        if behind:
+            self._entries.update(behind)
+        self._recalled.clear()
+        self._resumed.clear()
+        self.is_resuming = False
+        self._entries.open()
+
+    def resume(self, connection: int, message: wire.Resume, *, has_ended: bool) -> None:
+        """Take a process's new connection in place of one that has ended, or will.
+
+        A process that was replaced learns that its world is over, also if that `has_ended`.
+        """
+        own, key = message.registration, digest(message.key)
+        process = self._members.named.get(own.name)
+        if has_ended or message.world != self._members.world or not message.key:
+            text = "the world that this process was entering has ended"
+            self._turn_away(connection, message, wire.Failed(text, []))
+        elif process is None or process.worker_id != message.worker_id:
+            self._enter_again(connection, message)
+        elif not hmac.compare_digest(process.digest, key) or self._entries.is_replacing(process):
+            self._members.connections.send([connection], wire.Ended())
+        elif message.is_member:
+            self._entries.refuse_claim(own.name)  # no judge has answered: this process is alive
+            if self.is_resuming:
+                self._resumed[process] = message.entries
+            self._reopen(process, connection)
+            if message.entries > self._entries.count:  # it knows of others that have entered
+                self._recall(connection)
+        else:
+            self._entries.forget(process)
+            self._members.remove(process)
+            self._absent.discard(own.name)
+            self._members.disconnect(process)
+            self._enter_again(connection, message)
+        self.end_if_complete()
+
+    def _reopen(self, process: Process, connection: int) -> None:
+        if not self._members.disconnect(process) and not self.is_resuming:
+            # Those that have entered meanwhile took it for lost: they ping it.
+            self._members.send_all(wire.Gone(process.name, process.worker_id))
+        self._entries.reconnect(process.connection, connection)
+        self._members.connect(process, connection)
+        self._absent.discard(process.name)
+        if not self.is_resuming:  # else it is told at the end of that
+            self._entries.update([process])
+
+    def _enter_again(self, connection: int, message: wire.Resume) -> None:
+        """Let a process enter whose entry another directory had begun: it keeps its numbers."""
+        own, worker_id, entries = message.registration, message.worker_id, self._entries
+        holder = self._members.named.get(own.name)
+        is_replaced = holder is not None and holder.worker_id > worker_id
+        has_id = any(each.worker_id == worker_id for each in self._members.named.values())
+        is_plausible = 0 < own.entry <= entries.count + MAX_UNKNOWN
+        is_plausible &= worker_id == entries.first_ids + own.entry
+        if not is_plausible or is_replaced or has_id or entries.has_id(worker_id):
+            self._turn_away(connection, message, wire.Failed(taken(own.name)))  # one was quicker
+            return
+        entries.learn(own.entry, own.rank - own.world_size + 1 if own.joined else 0)
+        process = Process(own, digest(message.key), worker_id)
+        self._members.connect(process, connection)
+        entries.wait(process)
+
+    def _turn_away(self, connection: int, message: wire.Resume, failure: wire.Failed) -> None:
+        answer = wire.Ended() if message.is_member else failure
+        self._members.connections.send([connection], answer)
