@@ -26,7 +26,7 @@ from typing import Any
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call
 from aiorpc_torch._directory.directory_messages import Register
-from aiorpc_torch._directory.directory_server import MAX_UNREGISTERED
+from aiorpc_torch._directory.directory_server import MAX_STRANGERS
 from aiorpc_torch._directory.directory_stream import encode, greeting
 from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._endpoint import entry_points
@@ -178,7 +178,7 @@ async def measure(at_once: int, joins: int) -> tuple[list[tuple[str, str]], Coun
                 rows.append(("most descriptors of rank 0", str(most)))
                 rows.append(("memory of rank 0, MB more", f"{grown:.1f}"))
                 first.send("leave")
-    if most > 2 * MAX_UNREGISTERED + SPARE:
+    if most > 2 * MAX_STRANGERS + SPARE:
         sys.exit(f"rank 0 had {most} descriptors")
     return rows, counts
 

@@ -71,7 +71,7 @@ class Directory:
     @property
     def is_isolated(self) -> bool:
         """Return whether most members have no connection: they may be alive, beyond a cut."""
-        if not self._start.is_running or self._succession.is_resuming or self._barrier.has_begun:
+        if not self._start.is_running or self._succession.is_resuming or self._barrier.is_over:
             return False
         every = self._members.named.values()
         gone = (each.is_retiring or each.has_left or each.is_lost for each in every)
@@ -82,7 +82,12 @@ class Directory:
         """Return whether the world goes on when the worker that keeps the directory leaves."""
         others = (each for each in self._members.here() if each.name != self._members.keeper)
         stay = (not (each.is_retiring or each.has_left) for each in others)
-        return self._start.is_running and not self._barrier.has_begun and any(stay)
+        return self._start.is_running and not self._barrier.is_over and any(stay)
+
+    def is_member(self, connection: int) -> bool:
+        """Return whether a connection is of a member, or of one that a start has gathered."""
+        process = self._members.open.get(connection)
+        return process is not None and self._members.has(process)
 
     def receive(self, connection: int, message: FromWorker) -> None:
         """Handle a message of a worker."""
@@ -134,6 +139,8 @@ class Directory:
                 if departs and self._start.is_running and self._members.has(process):
                     self._members.remove(process)
             case wire.Exit():
+                if not (self._start.is_running and self._members.has(process)):
+                    raise ValueError("no member leaves")
                 self._barrier.enter(process, message)
 
     def gone(self, connection: int) -> None:
@@ -150,7 +157,7 @@ class Directory:
                 self._start.lose(process)
             elif not process.has_left:
                 self._members.send_all(wire.Gone(process.name, process.worker_id))
-            self._barrier.pass_rank(process.rank)
+            self._barrier.leave(process)
         self._entries.gone(connection)
 
     # ── who comes ───────────────────────────────────────────────────────────────────────────────
@@ -164,7 +171,7 @@ class Directory:
         own = replace(registration, entry=0, restarts=0, rank=-1 if registration.joined else rank)
         process = Process(own, digest(key))
         self._members.connect(process, connection)
-        if self.has_failed or self._barrier.has_begun:
+        if self.has_failed or self._barrier.is_over:
             self._start.turn_away(process)
         elif registration.joined or self._start.is_running:
             self._entries.wait(process)
@@ -191,8 +198,8 @@ class Directory:
 
     def _resume(self, connection: int, message: wire.Resume) -> None:
         """Let a process connect again, perhaps one of a world that is not known here yet."""
-        if not self._start.is_gathering or self._barrier.has_begun:
-            has_ended = not self._start.is_running or self._barrier.has_begun
+        if not self._start.is_gathering or self._barrier.is_over:
+            has_ended = not self._start.is_running or self._barrier.is_over
             self._succession.resume(connection, message, has_ended=has_ended)
         elif message.is_member:
             self._survivors.add(connection, message)

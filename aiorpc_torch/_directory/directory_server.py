@@ -1,8 +1,8 @@
 """The server of a directory, on an event loop of its own in a daemon thread of a worker's process.
 
 So an event loop of a user that is blocked delays no other worker. Until a connection has registered
-it has a small buffer and a time limit, and the number of such connections is limited. From then on
-it speaks for its own worker only.
+it has a small buffer and a time limit. From then on it speaks for its own worker only. The number
+of connections that are no member's is limited, also of those that wait to enter: they try again.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from .._aio.loops import call_soon
 from .._aio.silence import end_when_silent
 from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import is_same_user
+from .._port.strangers import Strangers, host_of
 from .directory import Directory
 from .directory_messages import (
     Failed,
@@ -33,13 +34,13 @@ from .directory_messages import (
     read_from_worker,
 )
 from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
-from .record import Claim
+from .record import MIN_LEASE, Claim
 
 log = logging.getLogger("aiorpc_torch")
 
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
 MAX_KNOWN = 1 << 26  # bytes of one that is asked what it knows: it lists all members
-MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
+MAX_STRANGERS = 256  # connections that are no member's; beyond it one is closed
 REGISTER_TIMEOUT = 5.0  # seconds
 RENEWALS = 4  # of the claim in the time of its lease
 RETRY_INTERVAL = 0.1  # seconds between two attempts to reach the place
@@ -56,6 +57,7 @@ class DirectoryServer:
         world: its id.
         listening: the sockets.
         claim: its record at a place that can be rewritten, None for a fixed address.
+        silence: seconds after which a connection ends that acknowledges nothing.
         keeper, grace, known: as for `Directory`.
 
     Attributes:
@@ -68,6 +70,7 @@ class DirectoryServer:
         listening: Sequence[socket.socket],
         claim: Claim | None = None,
         *,
+        silence: float = MIN_LEASE,
         keeper: str = "",
         grace: float = 0.0,
         known: Known | None = None,
@@ -75,9 +78,11 @@ class DirectoryServer:
         self._world = world
         self._listening = listening
         self._claim = claim
+        self._silence = silence
         self._numbers = itertools.count()
         self._streams: dict[int, Stream[FromWorker]] = {}
-        self._unregistered: dict[int, asyncio.Task[None]] = {}  # oldest first
+        self._strangers = Strangers(MAX_STRANGERS)
+        self._unregistered: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_warning = 0.0
         self._thread = LoopThread("aiorpc-directory", self._serve)
@@ -127,10 +132,9 @@ class DirectoryServer:
 
     def _start(self, accepted: socket.socket) -> None:
         close_on_fork(accepted)
-        if len(self._unregistered) >= MAX_UNREGISTERED:
-            self._unregistered.pop(next(iter(self._unregistered))).cancel()
         number = next(self._numbers)
         task = self._loop.create_task(self._talk(number, accepted))
+        self._strangers.add(number, _host_of(accepted), task.cancel)
         self._unregistered[number] = task
         self._tasks.add(task)
         task.add_done_callback(partial(self._end, number, accepted))
@@ -138,6 +142,7 @@ class DirectoryServer:
     def _end(self, number: int, accepted: socket.socket, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         self._unregistered.pop(number, None)
+        self._strangers.remove(number)
         accepted.close()  # the task may not have begun
         if self._streams.pop(number, None) is not None:
             self._directory.gone(number)
@@ -147,9 +152,9 @@ class DirectoryServer:
         if accepted.family == socket.AF_UNIX and not is_same_user(accepted):
             return
         stream = await open_stream(accepted, read_from_worker, MAX_REQUEST)
-        if self._claim is not None and accepted.family != socket.AF_UNIX:
+        if accepted.family != socket.AF_UNIX:
             # A link that is cut. Not a member whose event loop is blocked, or that is frozen.
-            end_when_silent(accepted, self._claim.lease)
+            end_when_silent(accepted, self._silence)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 stream.write(greeting(self._world))
@@ -162,6 +167,8 @@ class DirectoryServer:
                 log.info("%s has registered", message.registration)
             while number in self._streams:  # else it was closed meanwhile
                 self._directory.receive(number, message)
+                if self._directory.is_member(number):
+                    self._strangers.remove(number)
                 message = await stream.receive()
         except (EOFError, OSError) as exc:  # also a TimeoutError
             log.debug("the directory's connection %d has ended: %r", number, exc)
@@ -259,6 +266,10 @@ class DirectoryServer:
             else:
                 async with self._write_lock:
                     await run_in_thread(self._claim.clear, "aiorpc-claim")
+
+
+def _host_of(accepted: socket.socket) -> str:
+    return "" if accepted.family == socket.AF_UNIX else host_of(accepted)
 
 
 async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:

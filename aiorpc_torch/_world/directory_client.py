@@ -264,6 +264,7 @@ class DirectoryClient:
             made.world,
             [each for each in made.sockets if each not in at_port],
             made.claim,
+            silence=self._lease,
             keeper=self.registration.name,
             grace=grace,
             known=known,

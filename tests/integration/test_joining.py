@@ -21,7 +21,7 @@ from aiorpc_torch.types import Change
 from tests.support import actors, joiners
 from tests.support.example_programs import free_port
 from tests.support.joiners import (
-    MAX_UNREGISTERED,
+    MAX_STRANGERS,
     Env,
     cut_from_rank_0,
     growing,
@@ -410,13 +410,13 @@ async def test_joining_among_strangers() -> None:
         growing(f"tcp://{address[0]}:{address[1]}", freeze_gc=False) as (me, them),
         contextlib.AsyncExitStack() as stack,
     ):
-        for number in range(MAX_UNREGISTERED + 64):
+        for number in range(MAX_STRANGERS + 64):
             stranger = stack.enter_context(socket.socket())
             stranger.setblocking(False)
             await loop.sock_connect(stranger, address)
             if number % 2:
                 await loop.sock_sendall(stranger, b"GET / HTTP/1.1\r\n\r\n")
-        assert strangers_of_directories() <= MAX_UNREGISTERED
+        assert strangers_of_directories() <= MAX_STRANGERS
         await them.enter("a")
         assert me.peers == ("a",)
         assert await call("a", actors.ask_back, "main") == "main"

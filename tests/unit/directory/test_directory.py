@@ -532,6 +532,7 @@ def test_the_barrier_of_the_exit() -> None:
     first.say(Exit([1, 2]))
     second.say(Exit([0]))
     assert (first.last, second.last) == (Complete(), Exited())
+    third.say(Leave(False))
     assert network.register(registration(1)).last == Ended(), "of the next world"
     network.directory.gone(len(network.host.owners) - 1)  # of that which was turned away
     assert first.last == Complete()
@@ -541,9 +542,44 @@ def test_the_barrier_of_the_exit() -> None:
     assert first.heard.count(Exited()) == second.heard.count(Exited()) == 1
 
 
+@pytest.mark.promise("worlds.exit")
+def test_a_world_goes_on_while_a_member_stays() -> None:
+    """Others may leave together before it does: processes still enter."""
+    network, [first, second, third] = start()
+    for each, other in ((second, 2), (third, 1)):
+        each.say(Leave(False))
+        each.say(Exit([other]))
+    assert second.last == third.last == Exited()
+    for each in (second, third):
+        each.end()
+    joined, replacement = network.join("a"), network.register(registration(1))
+    network.settle()
+    assert joined.has_entered
+    assert replacement.has_entered
+    first.say(Leave(False))
+    first.say(Exit([1, 3]))
+    assert first.last != Exited(), "it waits for those that have entered"
+    joined.say(Exit([], is_full=True))
+    replacement.say(Exit([], is_full=True))
+    assert first.last == joined.last == replacement.last == Exited()
+    assert network.join("b").last == Ended()
+
+
+def test_a_stranger_does_not_end_a_world() -> None:
+    """Only a member of a world that runs can leave it."""
+    network, [first, *_] = start()
+    stranger = network.register(registration(-1, -1, name="a", joined=True))
+    with pytest.raises(ValueError, match="no member leaves"):
+        stranger.say(Exit([]))
+    network.settle()
+    first.say(Exit([1, 2]))
+    assert first.last != Exited()
+
+
 # ── any order ───────────────────────────────────────────────────────────────────────────────────
 
-EVENTS = ["join", "back", "end", "retire", "depart", "expire", "stop", "freeze", "cut", "resume"]
+EVENTS = ["join", "back", "end", "exit", "retire", "depart", "expire", "stop", "freeze", "cut"]
+EVENTS += ["resume"]
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["deliver"] * 4 + EVENTS),
@@ -566,6 +602,9 @@ def take(network: Network, step: str, number: int) -> None:
             if busy := network.busy():
                 busy[number % len(busy)].deliver()
         case "end" if chosen is not None:
+            chosen.end()
+        case "exit" if chosen is not None and chosen.has_entered and not chosen.is_cut:
+            chosen.say(Exit([each.own.rank for each in others if number & each.number]))
             chosen.end()
         case "retire" if chosen is not None and chosen.has_entered and not chosen.is_cut:
             chosen.retire()
@@ -620,6 +659,9 @@ def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> N
         leaving = departed | {one.number for one in living if one.is_retiring}
         assert leaving.intersection(each.view.values()) - {each.number} <= each.left
         assert each.left <= leaving | {one.number for one in network.processes if one.is_retiring}
+    late = network.join("late")
+    network.settle()
+    assert late.has_entered, "ends of workers close no world in which one stays"
     for each in network.processes:  # none waits without end
         assert each.has_entered or not each.is_alive or isinstance(each.last, Failed | Ended)
 

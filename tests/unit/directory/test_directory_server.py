@@ -22,7 +22,7 @@ from aiorpc_torch._directory.directory_messages import (
     ToWorker,
     read_to_worker,
 )
-from aiorpc_torch._directory.directory_server import MAX_REQUEST, DirectoryServer
+from aiorpc_torch._directory.directory_server import MAX_REQUEST, MAX_STRANGERS, DirectoryServer
 from aiorpc_torch._directory.directory_stream import Stream, encode, greeting, open_stream
 from aiorpc_torch._directory.record import Claim, Record
 from aiorpc_torch._directory.registration import Registration
@@ -124,11 +124,29 @@ async def test_a_stranger_that_says_nothing(
 
 @pytest.mark.promise("security.directory")
 async def test_many_strangers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a limit the oldest connection is closed."""
-    monkeypatch.setattr(directory_server, "MAX_UNREGISTERED", 2)
-    streams = [await place.open() for _ in range(3)]
+    """Beyond a limit the oldest connection is closed, but no member's."""
+    monkeypatch.setattr(directory_server, "REGISTER_TIMEOUT", 10 * SOON)
+    member = await place.register(0)
+    streams = [await place.open() for _ in range(MAX_STRANGERS + 1)]
     assert await closed(streams[0])
-    await place.register(0)
+    await place.register(1)
+    member.send(AskMissing())
+    assert await member.receive() == Missing([2], "register")
+
+
+@pytest.mark.promise("security.directory")
+async def test_many_that_register(place: Place) -> None:
+    """They do not enter: no member's connection is closed for them, and theirs are limited."""
+    member = await place.register(0)
+    streams = []
+    for number in range(MAX_STRANGERS + 1):
+        stream = await place.open()
+        own = Registration(f"a{number}", -1, -1, "1.0", joined=True)
+        stream.write(greeting() + encode(Register(own)))
+        streams.append(stream)
+    assert await closed(streams[0])
+    member.send(AskMissing())
+    assert await member.receive() == Missing([1, 2], "register")
 
 
 async def test_strangers_do_not_fill_the_log(
