@@ -15,7 +15,7 @@ from torch import Tensor
 import aiorpc_torch as aiorpc
 from aiorpc_torch._children.processes import ProcessOptions
 from aiorpc_torch._directory.directory_server import (
-    MAX_UNREGISTERED as MAX_UNREGISTERED,
+    MAX_STRANGERS as MAX_STRANGERS,
     DirectoryServer,
 )
 from aiorpc_torch._endpoint import entry_points
@@ -190,4 +190,4 @@ async def keep_unaware(envs: list[Any]) -> None:
 def strangers_of_directories() -> int:
     """Return how many connections a directory of this process has from strangers, and may have."""
     servers = [each for each in gc.get_objects() if type(each) is DirectoryServer]
-    return max(len(each._unregistered) for each in servers)
+    return max(len(each._strangers) for each in servers)
