@@ -43,8 +43,8 @@ class ExitBarrier:
     def _pass(self, rank: int) -> None:
         """Wait for that rank no longer."""
         self._unready.discard(rank)
-        for process, awaited in [*self._awaiting.items()]:
-            awaited.discard(rank)
+        for process in [*self._awaiting]:  # not a tuple of each: the garbage collector counts them
+            (awaited := self._awaiting[process]).discard(rank)
             if not awaited:
                 del self._awaiting[process]
                 self._members.send((process,), wire.Exited())
