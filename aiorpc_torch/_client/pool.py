@@ -15,7 +15,7 @@ import torch
 from .._aio.loops import call_soon
 from .._endpoint import entry_points
 from .._peers.observer import PeerObserver
-from .._peers.peers import Peer, Peers
+from .._peers.peers import Peer, Peers, reason_of
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.rrefs import owner_name, past_ids, split_past_name
@@ -304,6 +304,15 @@ class ConnectionPool:
             yield
         finally:
             del self._watches[key]
+
+    def find_gone(self, peers: Collection[str]) -> RpcError | None:
+        """Return why one of these peers is lost, else why one has left, None if all are there."""
+        found = [(name, self._members.workers.get(name)) for name in sorted(peers)]
+        for name, peer in found:
+            if peer is not None and peer.is_lost and not peer.has_left:
+                return WorkerLost(name, reason_of(peer.error)) if peer.error else WorkerLost(name)
+        left = (name for name, peer in found if peer is None or peer.has_left)
+        return next(map(WorkerLeft, left), None)
 
     def tell_of_losses(self, worker: str, on_loss: Callable[[], None]) -> None:
         """Call a method, in any thread, at each loss of a worker, while its object lives."""

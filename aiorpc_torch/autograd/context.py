@@ -7,7 +7,7 @@ calls.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from .._context.recording import ContextRecord, current_record, enter_record, wa
 from .._torch.compat import backward, get_gradients, new_context, release_context
 from .._torch.transport import enter_context_id
 from .._wire.exceptions import try_add_note
-from ..errors import CallTimeout, RpcError, WorkerLost
+from ..errors import CallTimeout, RpcError, WorkerGone
 
 _threads = ThreadCache("aiorpc-autograd")
 
@@ -117,6 +117,7 @@ class Context:
             RpcError: a call in the context was never answered; the message names it. Nothing was
                 computed.
             WorkerLost: a worker that was called in the context is lost.
+            WorkerLeft: a worker that was called in the context has left.
             RuntimeError: torch raised it, here or on another worker; or the context is not open.
             TypeError, ValueError: if `roots` are not scalar tensors that require gradients.
         """
@@ -160,8 +161,9 @@ class Context:
         try:
             async with interruptible() as interrupt:
                 with current_pool().watching_peers(recording.peers, interrupt):
-                    await _await_peer_loss(run_in_thread(run, "aiorpc-autograd", _threads))
-        except (asyncio.CancelledError, WorkerLost):
+                    step = run_in_thread(run, "aiorpc-autograd", _threads)
+                    await _await_peer_loss(step, recording.peers)
+        except (asyncio.CancelledError, WorkerGone):
             asyncio.get_running_loop().call_later(RELEASE_DELAY, recording.release, key)
             raise
         except Exception as exc:
@@ -215,16 +217,22 @@ def unrecorded() -> Iterator[None]:
         enter_record(before)
 
 
-async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
-    """Await `step`; after a transport error, wait for the membership to interrupt the block.
+async def _await_peer_loss(step: Coroutine[Any, Any, None], peers: Collection[str]) -> None:
+    """Await `step`; after a transport error, raise that one of these peers is gone.
 
-    torch's error does not name the lost worker.
+    torch's error does not name the worker. If none is known to be gone, wait for the membership to
+    interrupt the block.
     """
     try:
         await step
     except RuntimeError as exc:
-        if "tensorpipe/" in str(exc):
+        if "tensorpipe/" not in str(exc):
+            raise
+        if (gone := current_pool().find_gone(peers)) is None:
             await asyncio.sleep(PEER_LOSS_DELAY)
+            gone = current_pool().find_gone(peers)
+        if gone is not None:
+            raise gone from exc
         raise
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed import autograd as torchs
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RpcError, WorkerLost, call, create, remote
+from aiorpc_torch import CallTimeout, RpcError, WorkerLeft, WorkerLost, call, create, remote
 from aiorpc_torch.autograd import Context, DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import Gate, frozen, kill, world
+from aiorpc_torch.types import LocalWorker
 from tests.support import autograd_graphs
 from tests.support.autograd_graphs import (
     NAMES,
@@ -37,7 +38,8 @@ SHORT = 0.3  # seconds after which one is given up that does not
 class Stages:
     """One stage on each of three workers, and what the tests ask of them."""
 
-    def __init__(self, here: Stage, rrefs: dict[str, Any]) -> None:
+    def __init__(self, me: LocalWorker, here: Stage, rrefs: dict[str, Any]) -> None:
+        self.me = me
         self.here = here
         self.rrefs = rrefs
 
@@ -67,12 +69,12 @@ class Stages:
 
 @contextlib.asynccontextmanager
 async def stages(**options: Any) -> AsyncIterator[Stages]:
-    async with world(["b", "c"], transports=["uv"], **options):
+    async with world(["b", "c"], transports=["uv"], **options) as me:
         rrefs: dict[str, Any] = {
             name: await create(name, autograd_graphs.make_stage, name)
             for name in autograd_graphs.NAMES
         }
-        found = Stages(rrefs["main"].local_value(), rrefs)
+        found = Stages(me, rrefs["main"].local_value(), rrefs)
         found.here.stages = rrefs
         for name in ("b", "c"):
             await found[name].meet()
@@ -628,6 +630,26 @@ async def test_a_worker_that_dies_in_backward() -> None:
                 await task
             with pytest.raises(RpcError, match="context unusable"):
                 await ctx.backward(y.sum())
+        every.released = _nothing  # type: ignore[method-assign]  # c is not there to be asked
+
+
+@pytest.mark.promise("autograd.impossible")
+@pytest.mark.parametrize("end", ["dies", "leaves"])
+async def test_a_worker_that_is_gone_before_backward(end: str) -> None:
+    """The error names it, though torch's own does not."""
+    async with stages() as every:
+        async with context() as ctx:
+            y = await every["c"].on_loop(WEIGH, await every["b"].on_loop(WEIGH, vector()))
+            change = asyncio.ensure_future(anext(every.me.changes()))
+            await asyncio.sleep(0)  # it is told of changes from now on
+            if end == "leaves":
+                await every.me.stop("c")
+            else:
+                kill("c")
+            assert (await change).kind == ("left" if end == "leaves" else "lost")
+            error, text = (WorkerLeft, "has left") if end == "leaves" else (WorkerLost, "is lost")
+            with pytest.raises(error, match=f"^worker 'c' {text}"):
+                await ctx.backward(y.sum(), timeout=TIMEOUT)
         every.released = _nothing  # type: ignore[method-assign]  # c is not there to be asked
 
 
