@@ -51,6 +51,7 @@ Names with a leading underscore are private.
 #     _aio         primitives of asyncio and threads, without torch
 #     _names       which module the public names are shown as
 #     errors       exceptions that callers catch
+#     _text        text of other processes, for terminals and logs
 
 from typing import TYPE_CHECKING
 

@@ -3,6 +3,8 @@
 import logging
 from dataclasses import dataclass
 
+from .._text import printable
+
 log = logging.getLogger("aiorpc_torch")
 
 INTERVAL = 60.0  # seconds between two warnings of one method
@@ -52,7 +54,7 @@ def _warn(name: str, seconds: float, more: str) -> None:
     log.warning(
         "%s held the event loop for %.2f s: nothing else was served meanwhile. "
         "A plain `def` would run in a thread%s",
-        name,
+        printable(name),
         seconds,
         more,
     )

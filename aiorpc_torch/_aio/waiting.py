@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
+from .._text import printable
+
 log = logging.getLogger("aiorpc_torch")
 
 TERMINAL_DELAY = 2.0  # seconds of a wait after which a terminal shows what is awaited
@@ -62,8 +64,8 @@ class WaitReport:
         return self._on_terminal and not self._text
 
     def tell(self, text: str) -> None:
-        """Report what is awaited, if it is time to."""
-        now = time.monotonic()
+        """Report what is awaited, if it is time to. A peer may have chosen the text."""
+        text, now = printable(text), time.monotonic()
         if self._on_terminal:
             if text != self._text and (self._text or now - self._began >= TERMINAL_DELAY - EARLY):
                 self._text = text

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from .._aio.fork import close_on_fork
+from .._text import printable
 
 STDOUT, STDERR = 1, 2
 LONGEST = 1 << 16  # bytes of a line; a longer one is printed in parts
@@ -126,7 +127,7 @@ class _Source:
 
     def _take(self, lines: list[bytes]) -> None:
         self._read.extend(lines)
-        self._last.extend(line.decode(errors="replace")[:LAST_LENGTH] for line in lines)
+        self._last.extend(printable(line.decode(errors="replace"), LAST_LENGTH) for line in lines)
 
     def print(self, printer: Printer) -> None:
         """Print what was read; a line without an end too, if it has waited on a terminal."""

@@ -14,6 +14,7 @@ from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._node.config import OnFailure, WorkerConfig
 from .._node.membership import Membership
+from .._text import printable
 from .._world.worker import Worker, check_is_free
 from ..errors import NotInWorld, WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
@@ -347,7 +348,8 @@ class Supervisor:
             self._early.append((child, config, failure))
             return
         if self.last.get(config.name, child) is not child:  # one that was frozen, say
-            log.warning("a former process of worker %r has ended: %s", config.name, failure)
+            text = printable(str(failure))
+            log.warning("a former process of worker %r has ended: %s", config.name, text)
             self._release(child)
             return
         death = None
@@ -364,7 +366,7 @@ class Supervisor:
             self._restart(config, failure, pause)
         else:
             if death is not None:
-                log.warning("%s", death)
+                log.warning("%s", printable(str(death)))
             self._report(config.name, failure)
 
     def _pause(self, child: ChildProcess) -> float | None:
@@ -476,5 +478,5 @@ class Supervisor:
 def _reason(name: str, failure: BaseException) -> str:
     """Return the text of the failure of a child, without the name of that child."""
     if isinstance(failure, WorkerLost) and failure.worker == name:
-        return failure.reason
-    return str(failure)
+        return printable(failure.reason)
+    return printable(str(failure))

@@ -4,6 +4,7 @@ import logging
 from typing import Any, NoReturn, TypeGuard
 
 from .._context.recording import without_gradient_parts
+from .._text import printable
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
 from .._wire.exceptions import RemoteFailure
@@ -55,9 +56,10 @@ def error_of_close(peer: str, what: str, text: str) -> RpcError:
     """Return the error of calls that were pending when the peer's last frame came."""
     if what == "failed":
         summary, _, rest = text.partition("\n")
-        error = WorkerLost(peer, summary)
+        error = WorkerLost(peer, printable(summary))
         error.__cause__ = RemoteTraceback(peer, rest) if rest else None
         return error
+    text = printable(text)
     if what == "broken":
         return RemoteError(f"worker {peer!r} has closed the connection: {text}")
     if what == "detached":

@@ -16,6 +16,7 @@ from .._endpoint import entry_points
 from .._peers.peers import Peer, Peers
 from .._port.dialer import Dialer
 from .._port.tls import TlsError
+from .._text import printable
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import (
@@ -205,8 +206,8 @@ class Introductions:
 
 def _format_address(address: Address) -> str:
     if isinstance(address, str):
-        return f"the abstract Unix socket {address}"
-    return f"TCP address {address[0]}, port {address[1]}"
+        return f"the abstract Unix socket {printable(address)}"
+    return f"TCP address {printable(address[0])}, port {address[1]}"
 
 
 async def _dial(

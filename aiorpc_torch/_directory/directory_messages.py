@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .._text import printable_parts
 from .._wire.plain import reader
 from .registration import Registration
 
@@ -31,7 +32,11 @@ class Member(NamedTuple):
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
-    """The base class of all messages."""
+    """The base class of all messages. Their text is printable, whoever has sent them."""
+
+    def __post_init__(self) -> None:
+        for each in self.__struct_fields__:
+            setattr(self, each, printable_parts(getattr(self, each)))
 
 
 class _OfProcess(_Message):

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from .._aio.threads import ThreadCache
+from .._text import printable
 from .etcd_place import PASSWORD_VARIABLE, URL_WITH_TLS, URL_WITH_USER, Member, Place
 
 E = TypeVar("E", bound=BaseException)
@@ -50,7 +51,7 @@ class _Failure(Exception):
     """
 
     def __init__(self, text: str, *, may_have_run: bool, may_pass: bool) -> None:
-        super().__init__(text)
+        super().__init__(printable(text))
         self.may_have_run = may_have_run
         self.may_pass = may_pass
 

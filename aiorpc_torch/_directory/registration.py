@@ -1,16 +1,32 @@
 """The registration of a worker at the directory, and torch's worker ids. Imports no torch."""
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .._text import printable, printable_parts
+
 MAX_PROCESSES = 1 << 15  # of a world in its life: torch's worker ids have 16 bits, with a sign
+
+
+def check_worker_name(name: str) -> None:
+    """Raise ValueError for a name that torch does not take."""
+    if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
+        raise ValueError(
+            "a worker's name must be 1 to 127 letters, digits, '-', '_' or ':', "
+            f"got '{printable(name, 200)}'"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's description of itself, the first that it sends to the directory."""
+    """A worker's description of itself, the first that it sends to the directory.
+
+    Raises:
+        ValueError: for an invalid name.
+    """
 
     name: str
     rank: int
@@ -37,6 +53,11 @@ class Registration:
     """Number of rejoins and joins up to this worker's, 0 if it was there from the start."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
+
+    def __post_init__(self) -> None:
+        check_worker_name(self.name)
+        for each in ("version", "device_maps", "namespace", "endpoint", "host"):
+            object.__setattr__(self, each, printable_parts(getattr(self, each)))
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}, " if self.rank >= 0 else ""  # none before it has joined

@@ -163,7 +163,7 @@ class Attachments:
         version, _, epoch, is_attached, maps = message
         if version != VERSION:
             reason = (
-                f"it speaks {bytes(version).decode()}, and this process {VERSION.decode()}: "
+                f"it speaks {bytes(version)!r}, and this process {VERSION!r}: "
                 "install one version of aiorpc_torch in both"
             )
             error = WorkerUnreachable(peer.name, reason)

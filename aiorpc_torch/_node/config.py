@@ -1,7 +1,6 @@
 """The checked configuration of a worker."""
 
 import os
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from .._aio.loops import LoopFactory, new_event_loop
-from .._directory.registration import MAX_PROCESSES, Registration
+from .._directory.registration import MAX_PROCESSES, Registration, check_worker_name
 from .._port.tls import Tls
 from .._server.exports import Export
 from .._torch.agent import process_worker_id
@@ -139,11 +138,7 @@ class WorkerConfig(NodeConfig):
             )
         if self.world_size > MAX_PROCESSES:
             raise ValueError(f"world_size must be at most {MAX_PROCESSES}, got {self.world_size}")
-        if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", self.name):
-            raise ValueError(
-                "a worker's name must be 1 to 127 letters, digits, '-', '_' or ':', "
-                f"got {self.name!r}"
-            )
+        check_worker_name(self.name)
         NodeConfig.__post_init__(self)  # `slots` breaks `super()` before Python 3.14
         check_on_failure(self.on_failure)
         for option, names in (("transports", self.transports), ("channels", self.channels)):

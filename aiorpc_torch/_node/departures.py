@@ -25,6 +25,7 @@ from .._aio.waiting import WaitReport
 from .._client.pool import ConnectionPool
 from .._endpoint import entry_points
 from .._peers.peers import Activity, Peers, Report, reason_of
+from .._text import printable
 from .._torch.agent import is_running
 from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
@@ -135,7 +136,7 @@ class Departures:
 
     async def failure_of(self, peer: str) -> str:
         """Return in one line why a peer has ended, "" if it has left in order or is alive."""
-        reason = self.members.told().get(peer, "").partition("\n")[0] or self.lost().get(peer, "")
+        reason = self.members.told().get(peer, "") or self.lost().get(peer, "")
         return "" if reason and await self.is_done(peer) else reason
 
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +278,7 @@ class Departures:
         done = {*answer.done}
         for each in self.members.peers.values():
             each.is_done_there |= (each.name, each.worker_id) in done
-            each.loss_there = answer.lost.get(each.name, "")
+            each.loss_there = printable(answer.lost.get(each.name, ""))
         if (answering := self.members.get(peer, answer.report.worker_id)) is not None:
             answering.is_open &= answer.is_open
 
@@ -354,8 +355,7 @@ class Departures:
         missing = self._waits.missing(request.name, request.goal, request.among)
         is_open = self._coordinator() == self.members.name
         done = [(each.name, each.worker_id) for each in self.members.everybody() if each.is_done]
-        lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
-        return Answer(is_reached, is_open, self.members.own.report, missing, done, lost)
+        return Answer(is_reached, is_open, self.members.own.report, missing, done, self.lost())
 
     def settle(self) -> None:
         """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from .._text import printable
 from .._wire.handshake import Credentials, Introduction, Party
 from ..errors import NotInWorld, RpcError, WorkerGone, WorkerLost
 from .changes import FOLLOWS, Change, Kind
@@ -578,5 +579,5 @@ def left_text(worker: str) -> str:
 
 
 def reason_of(error: RpcError) -> str:
-    """Return in one line why a peer is lost."""
-    return error.reason if isinstance(error, WorkerGone) else str(error)
+    """Return in one line why a peer is lost: the peer may have told it."""
+    return printable(error.reason if isinstance(error, WorkerGone) else str(error))

@@ -16,6 +16,7 @@ from .._aio.deadlines import set_deadline
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
 from .._handles.mistakes import note_rref
+from .._text import printable
 from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event, profiler_enabled
@@ -74,11 +75,9 @@ class ServerCall:
 
     @property
     def name(self) -> str:
-        """Return the function's name."""
-        try:
-            return self.function.__qualname__
-        except AttributeError:  # e.g. a partial; not its repr, which runs a user's code
-            return function_name(self.function)
+        """Return the function's name, which a peer has chosen if it travels by value."""
+        name = getattr(self.function, "__qualname__", None)  # e.g. a partial has none
+        return printable(name) if isinstance(name, str) else function_name(self.function)
 
     def cancel(self) -> None:
         """Stop the call as far as possible. On the loop's thread."""

@@ -26,6 +26,7 @@ from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
 from .._aio.threads import run_in_thread
 from .._endpoint.runtime import runs_on_loop
+from .._text import printable
 from .._turns.turns import is_exclusive, own_turn
 
 log = logging.getLogger("aiorpc_torch")
@@ -90,7 +91,7 @@ class CreatedObjects:
             self._begin_end(*self._released.popleft())
 
     def _begin_end(self, instance: Any, finalizer: Finalizer | None = None) -> None:
-        name = f"{type(instance).__qualname__}.{end_of(instance)}"
+        name = printable(f"{type(instance).__qualname__}.{end_of(instance)}")
         coroutine = _end(instance, name, finalizer)
         # In an empty context: under no deadline.
         task = asyncio.get_running_loop().create_task(

@@ -6,19 +6,29 @@ delays the others once, and its request stays until it goes on.
 
 import contextlib
 import json
+import os
+import re
 import select
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .._aio.unix_sockets import connect_unix, is_same_user, peer_pid
-from .._inspection.snapshot_socket import PREFIX
+from .._inspection.snapshot_socket import NAME_LENGTH, PREFIX
+from .._text import printable_parts
 
 SOCKETS = Path("/proc/net/unix")
-LISTENS = "00010000"  # in the column of the flags
+# Inode and name of a socket that listens: "00010000" are its flags. Any user may choose the name of
+# a socket, with newlines and forged lines in it.
+_SOCKET = re.compile(
+    rf"^\S+ \S+ \S+ 00010000 \S+ \S+ +(\d+) @({PREFIX}[0-9a-f]{{16}}-[\w:-]{{1,{NAME_LENGTH}}})$",
+    re.ASCII | re.MULTILINE,
+)
+MAX_ANSWER = 1 << 24  # bytes of a snapshot
 ANSWER_TIMEOUT = 0.4  # seconds for all the processes that have answered before
 _TOKEN_LENGTH = 17  # of the name of a socket, before the name of the worker
 # The kernel takes 7 ms for the pages of a worker: a few workers are read in each look, in turn.
@@ -54,12 +64,34 @@ class Sample:
 
 def listening() -> set[str]:
     """Return the names of the sockets of workers in this network namespace, of all users."""
-    found = set()
-    for line in SOCKETS.read_text(errors="replace").splitlines():
-        _, _, name = line.rpartition(f" @{PREFIX}")
-        if name and line.split()[3] == LISTENS:
-            found.add(PREFIX + name)
+    return {*_sockets()}
+
+
+def _sockets() -> dict[str, set[str]]:
+    """Return the names of these sockets with their inodes: several, if a line is forged."""
+    found = defaultdict[str, set[str]](set)
+    for inode, name in _SOCKET.findall(SOCKETS.read_text(errors="replace")):
+        found[name].add(inode)
     return found
+
+
+def _own_sockets() -> dict[str, int]:
+    """Return the pids of this user's processes by the inodes of their sockets."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
+            if _user_of(folder) != os.geteuid():
+                continue
+            for each in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):  # it is closed
+                    found[os.readlink(each)] = int(folder.name)
+    return {link[8:-1]: pid for link, pid in found.items() if link.startswith("socket:[")}
+
+
+def _user_of(folder: Path) -> int:
+    """Return the effective user of a process; the owner of its folder may be root."""
+    status = (folder / "status").read_text(errors="replace")
+    return int(status.partition("\nUid:")[2].split()[1])
 
 
 class Prober:
@@ -68,6 +100,7 @@ class Prober:
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
         self._foreign: set[str] = set()  # sockets of other users
+        self._own: dict[str, int] | None = None  # `_own_sockets`, if this look needs it
         self._memory: dict[str, tuple[float, int]] = {}  # time of the read, and bytes
 
     def sample(self, detail: Iterable[str] = (), timeout: float = ANSWER_TIMEOUT) -> list[Sample]:
@@ -77,11 +110,12 @@ class Prober:
             detail: sockets that are asked for their calls and stacks, too.
             timeout: seconds for those to answer that were not waited for before.
         """
-        names = listening()
-        self._foreign &= names
-        for name in self._requests.keys() - names:
+        sockets, self._own = _sockets(), None
+        self._foreign &= sockets.keys()
+        for name in self._requests.keys() - sockets.keys():
             self._requests.pop(name).close()
-        asked = (self._ask(name, detail) for name in sorted(names - self._foreign))
+        names = sorted(sockets.keys() - self._foreign)
+        asked = (self._ask(name, sockets[name], detail) for name in names)
         fresh = [each for each in asked if each is not None]
         self._receive(fresh, time.monotonic() + timeout)
         self._read_memory()
@@ -93,7 +127,7 @@ class Prober:
             each.close()
         self._requests.clear()
 
-    def _ask(self, name: str, detail: Iterable[str]) -> "_Request | None":
+    def _ask(self, name: str, inodes: set[str], detail: Iterable[str]) -> "_Request | None":
         """Send a request, unless one is under way; return it if it is new."""
         if name in self._requests:
             return None
@@ -102,13 +136,21 @@ class Prober:
         except PermissionError:
             self._foreign.add(name)
         except BlockingIOError:  # its backlog is full: many viewers, and it does not answer
-            self._requests[name] = _Request(None, b"")
+            if pid := self._owner(inodes):
+                self._requests[name] = _Request(None, b"", pid)
+            else:
+                self._foreign.add(name)
         except OSError:  # it has ended
             pass
         else:
             self._requests[name] = request
             return request
         return None
+
+    def _owner(self, inodes: set[str]) -> int:
+        """Return the pid of this user's process that has all these sockets, 0 if there is none."""
+        own = self._own = _own_sockets() if self._own is None else self._own
+        return min(own.get(inode, 0) for inode in inodes)
 
     def _receive(self, fresh: list["_Request"], end: float) -> None:
         """Read what has come; wait for the fresh requests only."""
@@ -144,9 +186,9 @@ class Prober:
 class _Request:
     """A request to one process, and what has come of the answer."""
 
-    def __init__(self, connection: socket.socket | None, request: bytes) -> None:
+    def __init__(self, connection: socket.socket | None, request: bytes, pid: int = 0) -> None:
         self.started = time.monotonic()
-        self.pid = 0
+        self.pid = pid
         self._received = bytearray()
         self._connection = connection
         self.is_waiting = connection is not None
@@ -173,13 +215,16 @@ class _Request:
         except OSError:
             data = b""
         self._received += data
-        self.is_waiting = bool(data)
+        self.is_waiting = bool(data) and len(self._received) <= MAX_ANSWER
 
     def data(self) -> dict[str, Any] | None:
-        """Return the snapshot, None without a whole one."""
+        """Return the snapshot with printable text, None without a whole one."""
         if not self._received.endswith(b"\n"):
             return None
-        found = json.loads(self._received)
+        try:
+            found = printable_parts(json.loads(self._received))
+        except (ValueError, RecursionError):
+            return None
         return found if isinstance(found, dict) and "error" not in found else None
 
     def close(self) -> None:

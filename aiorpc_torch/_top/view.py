@@ -213,11 +213,11 @@ def _cells(row: Row) -> list[RenderableType]:
     )
     is_known = row.state in ("ok", "blocked")
     waits = ", ".join(f"{e.worker} {seconds(e.age)}" for e in row.waits if e.method)
-    return [
-        row.name,
+    return [  # a str would be read as rich's markup, and ":cat:" as an emoji
+        Text(row.name),
         Text(row.state, style=STYLES[row.state]),
         *(each if is_known else "-" for each in numbers),
-        waits,
+        Text(waits),
     ]
 
 

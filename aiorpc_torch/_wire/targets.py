@@ -7,6 +7,7 @@ from functools import partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Union
 
+from .._text import printable
 from .._torch.compat import CachedForward, RRefBase
 from .._torch.modules import python_function
 from .._torch.rrefs import RRefId, known_class
@@ -99,7 +100,7 @@ def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, of a partial's function, or of a callable's class."""
     inner = python_function(getattr(function, "func", function))
     name = getattr(inner, "__qualname__", None)
-    return name if isinstance(name, str) else type(inner).__qualname__
+    return printable(name if isinstance(name, str) else type(inner).__qualname__)
 
 
 def call_name(target: Target) -> str:

@@ -39,6 +39,7 @@ from .._peers.peers import Event
 from .._port.port import Port
 from .._port.purposes import DIRECTORY
 from .._port.tls import TlsError
+from .._text import printable
 from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
@@ -763,7 +764,7 @@ def _left(node: "Node") -> list[str]:
 def _peer_info(member: wire.Member) -> PeerInfo:
     own = member.registration
     return PeerInfo(
-        *(own.name, own.rank, member.worker_id, member.address),
+        *(own.name, own.rank, member.worker_id, printable(member.address)),
         *(member.device_maps, own.namespace, own.endpoint),
     )
 

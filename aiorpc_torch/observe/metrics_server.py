@@ -1,20 +1,21 @@
 """`serve_metrics`: the metrics of this process over HTTP, from a thread of its own."""
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable
-from typing import Any
+from urllib.parse import urlsplit
 
+from .. import Tls
+from .._port.http_port import HttpPort, listen
+from .._port.tunnels import format_endpoint
 from . import intercept
 from .loop_lag import LoopLag
 from .metrics import Metrics
 from .recorder import Recorder
 
-CLIENT_TIMEOUT = 5.0  # seconds for which a client may be silent; it holds a thread
 
-
-def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> "MetricsServer":
+def serve_metrics(
+    port: int = 0, host: str = "127.0.0.1", *, tls: Tls | None = None
+) -> "MetricsServer":
     """Serve the metrics of this process to Prometheus, in the OpenMetrics format.
 
     Calls are counted from now on, those of earlier worlds of this process too. The answers come
@@ -25,35 +26,45 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> "MetricsServer":
             print(metrics.url)
 
     Call it on the event loop whose lag is to be measured. Methods beyond the first 200 and peers
-    beyond the first 100 are counted as `other`.
+    beyond the first 100 are counted as `other`. A request has 10 s in all, and there are at most 64
+    connections: if more come, the oldest of the host that has the most is closed.
 
     Args:
         port: TCP port (default: 0, a free one).
-        host: Address to listen at (default: this machine only). Anyone who reaches it can read the
-            metrics.
+        host: Address to listen at (default: this machine only). Without `tls`, anyone who reaches
+            it can read the metrics, in clear text.
+        tls: Certificate for https. Prometheus needs one of the same authority (default: None, clear
+            text, whatever `tls=` the world has).
 
     Raises:
         ImportError: without `prometheus_client`.
         OSError: if the port is taken; the text names it.
+        ValueError: if the certificate is not valid with its authority.
     """
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError as exc:
         raise ImportError(
             "serve_metrics needs prometheus_client: pip install 'aiorpc_torch[prometheus]'"
         ) from exc
+    if tls is not None:
+        if not isinstance(tls, Tls):
+            raise TypeError(f"tls must be a Tls, got {tls!r}")
+        tls.check()
     recorder, lag = Recorder(), _loop_lag()
     registry = CollectorRegistry()
     registry.register(Metrics(recorder, lag))
     try:
-        server, thread = start_http_server(port, host, registry)
+        listening = listen(host, port)
     except OSError as exc:
         text = f"metrics cannot be served at port {port} of {host}: {exc.strerror or exc}"
         raise OSError(exc.errno, text) from exc
-    server.RequestHandlerClass = _bounded(server.RequestHandlerClass)
+    address = format_endpoint(*listening.getsockname()[:2])
+    server = HttpPort(listening, make_wsgi_app(registry), "aiorpc-metrics", tls)
     if lag is not None:
         lag.start()
-    return MetricsServer(server, thread, lag, intercept(recorder))
+    url = f"{'http' if tls is None else 'https'}://{address}/metrics"
+    return MetricsServer(server, url, lag, intercept(recorder))
 
 
 class MetricsServer:
@@ -65,16 +76,11 @@ class MetricsServer:
     """
 
     def __init__(
-        self,
-        server: Any,
-        thread: threading.Thread,
-        lag: LoopLag | None,
-        stop_counting: Callable[[], None],
+        self, server: HttpPort, url: str, lag: LoopLag | None, stop_counting: Callable[[], None]
     ) -> None:
-        self.port: int = server.server_port
-        self.url = f"http://{server.server_address[0]}:{self.port}/metrics"
+        self.url = url
+        self.port: int = urlsplit(url).port or 0
         self._server = server
-        self._thread = thread
         self._lag = lag
         self._stop_counting = stop_counting
         self._is_closed = False
@@ -94,24 +100,9 @@ class MetricsServer:
             return
         self._is_closed = True
         self._stop_counting()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
         if self._lag is not None:
             self._lag.close()
-
-
-def _bounded(handler: Any) -> Any:
-    """Return a class of handlers that end the connection of a silent client."""
-
-    class Bounded(handler):  # type: ignore[misc]
-        timeout = CLIENT_TIMEOUT
-
-        def handle(self) -> None:
-            with contextlib.suppress(TimeoutError):
-                super().handle()
-
-    return Bounded
 
 
 def _loop_lag() -> LoopLag | None:

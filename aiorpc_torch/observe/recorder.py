@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextvars import Context
 
+from .._text import printable
 from . import CallInfo, Interceptor
 from .histograms import Histogram, NameLimit
 
@@ -68,4 +69,4 @@ class Recorder(Interceptor):
         self.batch.record((method, self._type(failure)), time.monotonic() - began)
 
     def _type(self, failure: BaseException | None) -> str:
-        return "" if failure is None else self._error(type(failure).__qualname__)
+        return "" if failure is None else self._error(printable(type(failure).__qualname__))

@@ -21,6 +21,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import call, observe, testing
 from aiorpc_torch.observe import Tracing
 from aiorpc_torch.testing import Workers
+from tests.support.certificates import Authority
 from tests.support.hooks import hooks as hooks
 
 pytestmark = pytest.mark.usefixtures("hooks")
@@ -124,16 +125,24 @@ async def test_a_retry_of_a_map_is_a_span_of_its_own(workers: Workers) -> None:
     assert sorted(map(str, errors)) == ["None", "None", "WorkerLost"]
 
 
-async def serve_metrics() -> int:
-    return observe.serve_metrics().port
+async def serve_metrics(tls: aiorpc.Tls | None) -> int:
+    return observe.serve_metrics(tls=tls).port
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus itself")
 @pytest.mark.slow
-async def test_prometheus_scrapes_it(workers: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_tls", [False, True], ids=["clear", "tls"])
+async def test_prometheus_scrapes_it(workers: Workers, tmp_path: Path, has_tls: bool) -> None:
     """Its server reads what a worker serves, and answers a query."""
     await workers(["a"])
-    metrics = await call("a", serve_metrics)
+    tls, https = None, {}
+    if has_tls:
+        authority = Authority(tmp_path)
+        tls = aiorpc.Tls(*authority.files(is_named=True))
+        cert, key, ca = authority.files("prometheus")
+        files = {"cert_file": cert, "key_file": key, "ca_file": ca}
+        https = {"scheme": "https", "tls_config": {**files, "server_name": "worker"}}
+    metrics = await call("a", serve_metrics, tls)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (tmp_path / "prometheus.yml").write_text(
@@ -144,6 +153,7 @@ async def test_prometheus_scrapes_it(workers: Workers, tmp_path: Path) -> None:
                     {
                         "job_name": "workers",
                         "static_configs": [{"targets": [f"127.0.0.1:{metrics}"]}],
+                        **https,
                     }
                 ],
             }

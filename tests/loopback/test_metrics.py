@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-import socket
+import ssl
 import time
 import urllib.request
 from pathlib import Path
@@ -13,8 +13,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from aiorpc_torch import Group, RRef, batched, remote
-from aiorpc_torch.observe import MetricsServer, metrics_server, recorder, serve_metrics
+from aiorpc_torch.observe import MetricsServer, recorder, serve_metrics
 from aiorpc_torch.observe.histograms import OTHER
+from tests.support.certificates import Authority
 from tests.support.hooks import hooks as hooks
 
 pytestmark = pytest.mark.usefixtures("hooks", "world")
@@ -34,11 +35,11 @@ class Measured:
         return xs
 
 
-def scrape(server: MetricsServer) -> str:
+def scrape(server: MetricsServer, context: ssl.SSLContext | None = None) -> str:
     """Return what a scrape gets, as OpenMetrics."""
     accepts = {"Accept": "application/openmetrics-text; version=1.0.0"}
     request = urllib.request.Request(server.url, headers=accepts)
-    with urllib.request.urlopen(request, timeout=30.0) as answer:
+    with urllib.request.urlopen(request, timeout=30.0, context=context) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         return answer.read().decode()  # type: ignore[no-any-return]
 
@@ -161,11 +162,30 @@ async def test_the_dashboard_names_metrics_that_exist() -> None:
     assert names - labels <= {name for name, _ in found}
 
 
-def test_a_client_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is disconnected, so it keeps no thread of a run that lasts for weeks."""
-    monkeypatch.setattr(metrics_server, "CLIENT_TIMEOUT", 0.01)
-    with (
-        serve_metrics() as metrics,
-        socket.create_connection(("127.0.0.1", metrics.port), timeout=30) as client,
-    ):
-        assert client.recv(1) == b""
+@pytest.mark.promise("watching.metrics_tls")
+async def test_https(tmp_path: Path) -> None:
+    """A scraper has a certificate of the same authority."""
+    authority = Authority(tmp_path)
+    with serve_metrics(tls=authority.tls()) as server:
+        assert server.url == f"https://127.0.0.1:{server.port}/metrics"
+        found = samples(await asyncio.to_thread(scrape, server, authority.tls("scraper").client))
+        with pytest.raises(OSError):  # noqa: PT011 - of TLS, or of the connection
+            await asyncio.to_thread(scrape, server, ssl._create_unverified_context())
+    assert found[key("aiorpc_client_calls_total")] == 0
+
+
+async def test_wrong_certificates(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="tls must be a Tls, got True"):
+        serve_metrics(tls=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expired"):
+        serve_metrics(tls=Authority(tmp_path).expired())
+
+
+async def test_ipv6() -> None:
+    try:
+        server = serve_metrics(host="::1")
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with server:
+        assert server.url == f"http://[::1]:{server.port}/metrics"
+        assert await scraped(server)

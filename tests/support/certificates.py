@@ -24,11 +24,20 @@ class Authority:
         self._key = key
         openssl("req", "-x509", *CURVE, "-keyout", key, "-out", str(self.ca), *subject)
 
-    def files(self, name: str = "worker", days: int = 2) -> tuple[str, str, str]:
-        """A new certificate, its key, and the authority's own."""
+    def files(
+        self, name: str = "worker", days: int = 2, *, is_named: bool = False
+    ) -> tuple[str, str, str]:
+        """A new certificate, its key, and the authority's own.
+
+        If it is named, it is valid for the server `name` of clients that compare names.
+        """
         cert, key, request = (str(self.folder / f"{name}.{end}") for end in ("pem", "key", "csr"))
         openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
         signed = ("-CA", str(self.ca), "-CAkey", self._key, "-CAcreateserial", "-days", str(days))
+        if is_named:
+            names = self.folder / f"{name}.names"
+            names.write_text(f"subjectAltName=DNS:{name}")
+            signed = (*signed, "-extfile", str(names))
         openssl("x509", "-req", "-in", request, "-out", cert, *signed)
         return cert, key, str(self.ca)
 

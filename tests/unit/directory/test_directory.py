@@ -688,7 +688,7 @@ NUMBERS = st.integers(-2, 4) | st.integers(-(2**63), 2**63 - 1)
 RANKS = st.lists(NUMBERS, max_size=3)
 REGISTRATIONS = st.builds(
     Registration,
-    NAMES,
+    NAMES.filter(bool),
     NUMBERS,
     NUMBERS,
     st.just("1.0"),

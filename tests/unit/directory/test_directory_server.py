@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import secrets
 import socket
 import threading
 import time
@@ -9,8 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from msgspec import msgpack
 
 from aiorpc_torch._aio import acceptor
+from aiorpc_torch._aio.unix_sockets import connect_unix, listen_unix
 from aiorpc_torch._directory import directory_server
 from aiorpc_torch._directory.directory_messages import (
     AskMissing,
@@ -292,3 +296,43 @@ def test_a_connection_that_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> N
 
     asyncio.run(asyncio.wait_for(live(), SOON))
     assert not failures
+
+
+@pytest.mark.promise("security.users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root connects as other users")
+async def test_other_users_are_refused() -> None:
+    """They get no greeting."""
+    name = f"aiorpc-test-{secrets.token_hex(8)}"
+    server = DirectoryServer(WORLD, [listen_unix(name)])
+    try:
+        os.seteuid(65534)
+        try:
+            connected = connect_unix(name)
+        finally:
+            os.seteuid(0)
+        with connected:
+            async with asyncio.timeout(SOON):
+                assert await asyncio.get_running_loop().sock_recv(connected, 1) == b""
+    finally:
+        server.close()
+
+
+@pytest.mark.promise("security.text")
+async def test_a_stranger_forges_no_line_of_the_log(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told why it is refused; the log of its host and its name is printable."""
+    evil = "\x1b[2J\nINFO forged"
+    with caplog.at_level(logging.DEBUG, "aiorpc_torch"):
+        for field, value in (("name", evil), ("host", evil)):
+            registered: Any = msgpack.decode(msgpack.encode(Register(Registration("w", 0, 3, "1"))))
+            registered[1][field] = value
+            stream = await place.open()
+            stream.write(greeting() + encode(registered))
+            stream.send(AskMissing())
+            answer = await stream.receive()
+    assert isinstance(answer, Missing)
+    assert any(
+        each.endswith(r"on \x1b[2J\nINFO forged) has registered") for each in caplog.messages
+    )
+    assert all(each.isprintable() for each in caplog.messages)

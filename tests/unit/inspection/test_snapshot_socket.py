@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import call
+from aiorpc_torch._aio.unix_sockets import connect_unix
 from aiorpc_torch._inspection import snapshot, snapshot_socket
 from aiorpc_torch._inspection.snapshot_socket import THREAD, offered, world_name
 from aiorpc_torch._server.timings import timings
@@ -104,11 +106,18 @@ async def test_a_mute_viewer_does_not_keep_others_waiting(monkeypatch: pytest.Mo
             assert (await asyncio.to_thread(ask, name, b"brief\n"))["name"] == "far"
 
 
-async def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_socket, "is_same_user", lambda _: False)
+@pytest.mark.promise("security.users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root connects as other users")
+async def test_another_user_gets_nothing() -> None:
     async with watched_ends() as (_, name, _thread):
-        with pytest.raises((json.JSONDecodeError, ConnectionError)):
-            await asyncio.to_thread(ask, name, b"brief\n")
+        os.seteuid(65534)
+        try:
+            connected = connect_unix(name)
+        finally:
+            os.seteuid(0)
+        with connected:
+            connected.settimeout(60.0)
+            assert await asyncio.to_thread(connected.recv, 1) == b""
 
 
 async def test_a_worker_without_descriptors_does_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ async def test_a_loss_of_which_the_reason_is_no_plain_text(monkeypatch: pytest.M
         lose(each, "c", "no file caf\udce9")
     async with asyncio.timeout(SOON):
         await asyncio.gather(coordinator.leave(), other.leave())
-    assert await other.failure_of("c") == "no file caf\udce9"
+    assert await other.failure_of("c") == "no file caf\\udce9"
     other.members.apply(other.members.peers["c"], Event.MESSAGE)
     assert await other.failure_of("c") == "no file caf\\udce9"
     await coordinator.close()

@@ -5,12 +5,13 @@ import json
 import os
 import secrets
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from aiorpc_torch._aio.unix_sockets import listen_unix
+from aiorpc_torch._aio.unix_sockets import BACKLOG, connect_unix, listen_unix
 from aiorpc_torch._inspection.snapshot_socket import PREFIX
 from aiorpc_torch._top import probe
 from aiorpc_torch._top.probe import Prober, Sample, listening
@@ -38,7 +39,7 @@ def answer(listening_socket: socket.socket, data: object, got: list[bytes]) -> t
         viewer, _ = listening_socket.accept()
         with viewer:
             got.append(viewer.recv(1024))
-            viewer.sendall(json.dumps(data).encode() + b"\n")
+            viewer.sendall(data if isinstance(data, bytes) else json.dumps(data).encode() + b"\n")
 
     thread = threading.Thread(target=run, name="of-the-test")
     thread.start()
@@ -113,3 +114,115 @@ def test_other_users_are_not_asked(
     viewer, _ = listening_socket.accept()
     with viewer:
         assert viewer.recv(1024) == b""
+
+
+# ── names that others choose ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("security.text")
+@pytest.mark.parametrize("end", ["\n", "a\nb", "\x1b[2Jx", "\u202ex", "x" * 61, "a b", ""])
+def test_a_socket_with_another_name_is_no_worker(end: str, prober: Prober) -> None:
+    """Its line of /proc/net/unix may have any form."""
+    start = f"{PREFIX}{secrets.token_hex(8)}-"
+    with listen_unix(f"{start}{end}"):
+        assert not [each for each in prober.sample(timeout=0.0) if each.key.startswith(start)]
+
+
+def fill(name: str, stack: contextlib.ExitStack) -> None:
+    """Fill the backlog of a socket."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(2 * BACKLOG):
+            stack.enter_context(connect_unix(name))
+
+
+@pytest.fixture
+def of_another_user() -> Iterator[Callable[..., str]]:
+    """Makes sockets that a process of another user has; returns the name of the first."""
+    if os.geteuid() != 0:
+        pytest.skip("only root starts a process of another user")
+    with contextlib.ExitStack() as stack:
+
+        def make(*names: str) -> str:
+            listen = f"[listen(s) for s in {[f'{chr(0)}{each}' for each in names]!r}]"
+            program = f"""
+import socket, sys
+def listen(name):
+    found = socket.socket(socket.AF_UNIX)
+    found.bind(name)
+    found.listen({BACKLOG})
+    return found
+kept = {listen}
+print(flush=True)
+sys.stdin.read()
+"""
+            process = subprocess.Popen(
+                ["/usr/bin/env", "python3", "-c", program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                user=65534,
+                cwd="/",
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            stack.callback(process.stdin.close)
+            stack.callback(process.stdout.close)
+            assert process.stdout.readline() == b"\n"
+            return names[0]
+
+        yield make
+
+
+@pytest.mark.promise("security.text")
+def test_another_user_is_never_shown(
+    of_another_user: Callable[..., str], prober: Prober, endpoint: tuple[str, socket.socket]
+) -> None:
+    """Nor while its backlog is full, nor with a forged line that names a socket of this user."""
+    name, _ = endpoint
+    [own] = probe._sockets()[name]
+    hidden = f"{PREFIX}{secrets.token_hex(8)}-of-another"
+    forged = f"x\n0: 00000002 00000000 00010000 0001 01 {own} @{hidden}"
+    of_another_user(hidden, forged)
+    assert len(probe._sockets()[hidden]) == 2
+    assert sample_of(prober, hidden, timeout=0.0) is None
+    with contextlib.ExitStack() as stack, contextlib.closing(Prober()) as fresh:
+        fill(hidden, stack)
+        assert sample_of(fresh, hidden, timeout=0.0) is None
+        assert sample_of(fresh, name, timeout=0.0) is not None
+
+
+def test_an_own_worker_with_a_full_backlog_is_shown(
+    endpoint: tuple[str, socket.socket], prober: Prober
+) -> None:
+    """It is stopped, say, and many have looked at it."""
+    name, _ = endpoint
+    with contextlib.ExitStack() as stack:
+        fill(name, stack)
+        found = sample_of(prober, name)
+    assert found is not None
+    assert (found.data, found.name, found.pid) == (None, "env:7", os.getpid())
+
+
+@pytest.mark.promise("security.text")
+def test_text_in_an_answer_is_printable(
+    endpoint: tuple[str, socket.socket], prober: Prober
+) -> None:
+    name, listening_socket = endpoint
+    thread = answer(listening_socket, {"name": "\x1b[2J", "lost": {"\n": ["\u202e"]}}, [])
+    found = sample_of(prober, name)
+    thread.join()
+    assert found is not None
+    assert found.data == {"name": r"\x1b[2J", "lost": {r"\n": [r"\u202e"]}}
+
+
+@pytest.mark.parametrize("sent", [b"{\n", b"[" * 10**5 + b"\n", b"[1]\n", b"\xff\n"])
+def test_nonsense_is_no_answer(
+    endpoint: tuple[str, socket.socket], prober: Prober, sent: bytes
+) -> None:
+    name, listening_socket = endpoint
+    thread = answer(listening_socket, sent, [])
+    found = sample_of(prober, name)
+    thread.join()
+    assert found is not None
+    assert found.data is None
