@@ -74,8 +74,8 @@ class Directory:
         if not self._start.is_running or self._succession.is_resuming or self._barrier.is_over:
             return False
         every = self._members.named.values()
-        gone = (each.is_retiring or each.has_left or each.is_lost for each in every)
-        return 2 * len(self._members.here()) < len(every) - sum(gone)
+        stay = [e for e in every if not (e.is_retiring or e.has_left or e.is_lost)]
+        return 2 * sum(each.is_open for each in stay) < len(stay)
 
     @property
     def is_needed(self) -> bool:
@@ -212,10 +212,18 @@ class Directory:
             self._entries.wait(each)
         self._succession.begin(known)
         for connection, messages in self._survivors.release().items():
+            self._replay(connection, messages)
+        self._succession.end_if_complete()
+
+    def _replay(self, connection: int, messages: Sequence[FromWorker]) -> None:
+        """Handle what a survivor has sent; end its connection if that is not in order."""
+        try:
             for message in messages:
                 if connection in self._members.open or message is messages[0]:
                     self.receive(connection, message)
-        self._succession.end_if_complete()
+        except ValueError:
+            self._members.connections.close_connection(connection)
+            self.gone(connection)
 
     def _publish(self, process: Process, message: wire.Publish) -> None:
         if process.worker_id < 0 or process.member is not None:

@@ -217,8 +217,8 @@ class Entries:
             return
         replaced = self._members.named.get(process.name)
         self._members.add(process)
-        if replaced is not None:
-            self._members.disconnect(replaced)
+        if replaced is not None and self._members.disconnect(replaced):
+            self._ask_in_place_of(replaced.connection)
         others = [each for each in others if each is not replaced]
         process.unaware = {each.connection for each in others}
         self._adding[process.worker_id] = process
@@ -255,8 +255,7 @@ class Entries:
         """Note the end of a connection: of a member that has to add a process, or judges, say."""
         for process in [*self._entering.values()]:
             self.know(connection, process.worker_id)
-            if process.judge == connection and self._members.named:  # else all have left
-                self._ask(process)
+        self._ask_in_place_of(connection)
         self._admit()
 
     def update(self, processes: Sequence[Process]) -> None:
@@ -269,10 +268,17 @@ class Entries:
             self._members.send(processes, wire.Add(each.member))
 
     def reconnect(self, before: int, after: int) -> None:
-        """Note the new connection of a member, which is asked again to add the processes."""
+        """Note the new connection of a member, which is asked again what it was asked."""
         for each in self._adding.values():
             if before in each.unaware:
                 each.unaware ^= {before, after}
+        self._ask_in_place_of(before)
+
+    def _ask_in_place_of(self, connection: int) -> None:
+        """Ask again what a judge was asked whose connection has ended."""
+        for process in [*self._entering.values()]:
+            if process.judge == connection and self._members.named:  # else all have left
+                self._ask(process)
 
     def is_replacing(self, process: Process) -> bool:
         """Return whether another process enters under the name of one that was found dead."""

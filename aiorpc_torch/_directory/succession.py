@@ -16,6 +16,15 @@ MAX_HELD = 16  # messages of a survivor
 MAX_UNKNOWN = 64  # entries that no member knows of, when a directory has taken over
 
 
+def check_numbers(known: wire.Known) -> None:
+    """Raise ValueError if a world cannot have these numbers."""
+    ranks = (each.rank for each in known.members)
+    ids = (each.worker_id for each in known.members)
+    numbers = known.entries, known.joins, known.first_ids, *ranks, *ids
+    if not all(0 <= each < 2 * MAX_PROCESSES for each in numbers):
+        raise ValueError("no numbers of a world")
+
+
 class Survivors:
     """Members of a running world that connect to the directory of a start.
 
@@ -66,12 +75,13 @@ class Survivors:
 
     def check(self, connection: int, known: wire.Known) -> None:
         """Check what the one knows that is asked: it must be a member of that world."""
-        self._asked = None
+        check_numbers(known)
         resumed = self.held[connection][0]
         assert isinstance(resumed, wire.Resume)
         found = {each.name: each for each in known.members}.get(resumed.registration.name)
         if not resumed.key or found is None or found.digest != digest(resumed.key):
             raise ValueError("it is no member of the world that it knows")
+        self._asked = None
 
     def forget(self, connection: int) -> None:
         """Note the end of a connection."""
@@ -111,12 +121,8 @@ class Succession:
 
     def _learn(self, known: wire.Known) -> None:
         """Add the members that another one knows; they are not connected yet."""
-        ranks = [each.rank for each in known.members]
-        ids = [each.worker_id for each in known.members]
-        numbers = [known.entries, known.joins, known.first_ids]
-        if not all(0 <= each < 2 * MAX_PROCESSES for each in (*numbers, *ranks, *ids)):
-            raise ValueError("no numbers of a world")
-        self._entries.learn(*numbers)
+        check_numbers(known)
+        self._entries.learn(known.entries, known.joins, known.first_ids)
         lost, leaving = {*known.lost}, {*known.leaving}
         for each in known.members:
             held = self._members.named.get(each.name)
@@ -126,7 +132,7 @@ class Succession:
             process.publish(each.address, each.device_maps)
             process.is_lost, process.is_retiring = each.name in lost, each.name in leaving
             self._members.add(process)
-            if not (process.is_lost or process.is_retiring):
+            if not process.is_lost:
                 self._absent.add(each.name)
 
     def _recall(self, connection: int) -> None:
@@ -208,9 +214,11 @@ class Succession:
         if not self._members.disconnect(process) and not self.is_resuming:
             # Those that have entered meanwhile took it for lost: they ping it.
             self._members.send_all(wire.Gone(process.name, process.worker_id))
-        self._entries.reconnect(process.connection, connection)
+        before = process.connection
         self._members.connect(process, connection)
+        self._entries.reconnect(before, connection)
         self._absent.discard(process.name)
+        process.is_lost = False
         if not self.is_resuming:  # else it is told at the end of that
             self._entries.update([process])
 
@@ -222,6 +230,9 @@ class Succession:
         has_id = any(each.worker_id == worker_id for each in self._members.named.values())
         is_plausible = 0 < own.entry <= entries.count + MAX_UNKNOWN
         is_plausible &= worker_id == entries.first_ids + own.entry
+        size = self._members.by_rank()[0].registration.world_size if self._members.named else 0
+        most = size + entries.joins + MAX_UNKNOWN if own.joined else size
+        is_plausible &= own.world_size == size and 0 <= own.rank < most
         if not is_plausible or is_replaced or has_id or entries.has_id(worker_id):
             self._turn_away(connection, message, wire.Failed(taken(own.name)))  # one was quicker
             return

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from aiorpc_torch._carrier.socket_threads import (
+    _READY,
     SILENCE,
     SOCKETS,
     SocketReceiver,
@@ -43,6 +44,13 @@ class Ends:
         for near, far in self.pairs:
             self.sender.add(near, is_own=True)
             self.receiver.add(far, is_own=False)
+
+    def write(self, data: bytes) -> None:
+        """Send these bytes to the receiver, on a socket of their own, and no more."""
+        near, far = socket.socketpair()
+        with near:
+            self.receiver.add(far, is_own=False)
+            near.sendall(_READY + data)
 
     def next(self) -> Any:
         return self.told.get(timeout=SOON)
@@ -226,16 +234,13 @@ def test_an_end_between_chunks_is_no_failure(ends: Ends) -> None:
 
 def test_an_end_within_a_chunk_is_a_failure(ends: Ends) -> None:
     """Whoever keeps the error does not keep the memory."""
-    near, _ = ends.pairs[0]
-    near.sendall(HEADER.pack(1, 100, 0, 100, False) + b"half")
-    near.shutdown(socket.SHUT_WR)
+    ends.write(HEADER.pack(1, 100, 0, 100, False) + b"half")
     assert isinstance(error := ends.next(), ConnectionResetError)
     assert error.__traceback__ is None
 
 
 def test_a_malformed_chunk_is_a_failure(ends: Ends) -> None:
-    near, _ = ends.pairs[0]
-    near.sendall(HEADER.pack(1, 100, 50, 100, False))
+    ends.write(HEADER.pack(1, 100, 50, 100, False))
     assert isinstance(ends.next(), ProtocolError)
 
 

@@ -9,6 +9,8 @@ from aiorpc_torch._directory.directory_messages import (
     Failed,
     Members,
     Moved,
+    Recall,
+    Resume,
 )
 from tests.support.directories import Host, Network, Process, registration, start
 
@@ -26,6 +28,67 @@ def take_over(network: Network, keeper: Process) -> Host:
     host = network.claim(keeper, keeper.knowledge.known(lost))
     keeper.resume()
     return host
+
+
+@pytest.mark.promise("succession.replacement")
+def test_a_survivor_that_lies_does_not_keep_the_next_from_being_asked() -> None:
+    """The world that the second one tells goes on."""
+    for lie in ("key", "numbers"):
+        network, [first, second, third] = world()
+        for each in (second, third):
+            each.cut()
+        first.end()
+        back = network.new_process(registration(0, pid=99))
+        network.claim(back)
+        network.connect(back)
+        if lie == "key":
+            second.key = "another"
+        second.resume()
+        third.resume()
+        if lie == "numbers":
+            second.knowledge.entries = -1
+        with pytest.raises(ValueError, match="world"):
+            second.deliver()
+        second.cut()
+        network.settle()
+        assert Recall() in third.heard
+        for step in [*network.expiring]:
+            step()
+        network.settle()
+        assert back.has_entered, lie
+
+
+@pytest.mark.promise("joining.cut")
+def test_a_judge_that_connects_again_is_asked_again() -> None:
+    """Its old connection may end later, and its answer was lost with it."""
+    network, [first, *_, third] = world()
+    third.end()
+    back = network.register(registration(2, pid=99))
+    old = first.connection
+    first.inbox.clear()
+    first.resume()
+    network.settle()
+    network.directory.gone(old)
+    network.settle()
+    assert back.has_entered
+
+
+def test_an_entry_that_no_directory_has_begun() -> None:
+    """It moves no ranks of those that enter later."""
+    network, [_, second, _] = world()
+    host = take_over(network, second)
+    network.settle()
+    for rank, size in ((1 << 40, 3), (1 << 40, 1 << 40), (-1, 3)):
+        own = registration(rank, size, name="evil", joined=True, entry=1)
+        stranger = network.new_process(own)
+        stranger.host, stranger.connection = host, host.next_connection(stranger)
+        stranger.say(Resume(own, 3, "key", 1, True, second.knowledge.world))
+        assert stranger.inbox == [Ended()]
+    for step in [*network.expiring]:
+        step()
+    joined = network.join("a")
+    network.settle()
+    assert joined.own.rank == 3
 
 
 @pytest.mark.promise("succession.takeover")
