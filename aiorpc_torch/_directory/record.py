@@ -16,6 +16,8 @@ from .shared_values import SharedValue
 
 MIN_LEASE = 2.0  # seconds
 STAGGER = 1.0  # seconds for which a worker lets the one before it claim the place
+ISOLATION_PAUSE = 4.0  # seconds for which one that was cut off lets the others claim it
+# They look at the place every 3.4 s at least: an attempt to connect takes 3 s, a pause 0.4 s.
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -63,16 +65,27 @@ class Watch:
         if self._since == float("-inf") or value != self._seen:
             self._seen, self._since = value, now
 
-    def may_claim(self, record: Record | None, now: float, before: int, *, is_dead: bool) -> bool:
+    def may_claim(
+        self,
+        record: Record | None,
+        now: float,
+        before: int,
+        *,
+        is_dead: bool,
+        was_isolated: bool = False,
+    ) -> bool:
         """Return whether the place may be claimed: a swap decides.
 
         Args:
             before: number of the workers that are to claim it rather.
             is_dead: whether the process that has written the record is known to be dead.
+            was_isolated: whether this worker has closed its directory since most members were not
+                connected: they may be alive, beyond a cut.
         """
         has_ended = record is None or record.is_closed or is_dead
         lease = 0.0 if has_ended or record is None else record.lease
-        return now - self._since >= lease + before * STAGGER
+        pause = max(before * STAGGER, ISOLATION_PAUSE if was_isolated else 0.0)
+        return now - self._since >= lease + pause
 
 
 class Claim:

@@ -300,6 +300,7 @@ class DirectoryClient:
     async def _in_thread(self, step: Callable[[], T]) -> T:
         guarded = partial(self._unless_closed, step)
         attempt = self._attempt = asyncio.ensure_future(run_in_thread(guarded, "aiorpc-join"))
+        attempt.add_done_callback(_note_outcome)  # if `close` gives it up, asyncio would log it
         await asyncio.wait((attempt,))  # if that is cancelled, `close` undoes the attempt
         if self._attempt is attempt:
             self._attempt = None
@@ -572,6 +573,7 @@ class DirectoryClient:
             else:
                 log.info("%s is connected to the directory", self.registration.name)
                 old, self._stream = self._stream, stream  # `close` may run from here on
+                self._was_isolated = False
                 if self._has_retired:  # the last directory may not have told the others
                     self._send(wire.Retire())
                 if old is not None:
@@ -598,14 +600,12 @@ class DirectoryClient:
         if node.members.own.is_done or node.registry.is_closed:  # this worker leaves
             raise error
         before = self._workers_before(node, "" if record is None else record.holder)
-        if self._was_isolated:  # the lost ones may be alive: they come first
-            before = len(node.members.lost())
-        if not self._watch.may_claim(record, self._loop.time(), before, is_dead=is_dead):
+        may_claim = partial(self._watch.may_claim, record, self._loop.time(), before)
+        if not may_claim(is_dead=is_dead, was_isolated=self._was_isolated):
             raise error
         made = await self._listen(seen)
         log.info("%s keeps the directory from now on", self.registration.name)
         self.coordinator = self.registration.name
-        self._was_isolated = False
         node.departures.move(self.coordinator)  # before any other worker asks it
         lost = {*node.members.lost(), *([] if record is None else [record.holder])}
         known = self._view.known(lost, _left(node))
@@ -755,6 +755,11 @@ def _undo(found: object) -> None:
         with contextlib.suppress(OSError, ValueError):
             found.claim.abandon(time.monotonic())
         found.claim.close()
+
+
+def _note_outcome(attempt: "asyncio.Future[Any]") -> None:
+    if not attempt.cancelled():
+        attempt.exception()
 
 
 def _left(node: "Node") -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._directory.record import (
+    ISOLATION_PAUSE,
     STAGGER,
     Claim,
     Record,
@@ -102,6 +103,10 @@ def test_who_may_claim() -> None:
     for record, is_dead in ((closed, False), (open_, True), (None, False)):
         assert watch.may_claim(record, 10.0, 0, is_dead=is_dead)
         assert not watch.may_claim(record, 10.0, 1, is_dead=is_dead)
+    for before in (0, 100):  # one that was cut off: the others may be alive
+        pause, may_claim = max(ISOLATION_PAUSE, before * STAGGER), watch.may_claim
+        assert not may_claim(closed, 9.9 + pause, before, is_dead=False, was_isolated=True)
+        assert may_claim(closed, 10.0 + pause, before, is_dead=False, was_isolated=True)
     watch.see(b"1", 12.0)
     assert watch.may_claim(open_, 10.0 + LEASE, 0, is_dead=False)
     watch.see(b"2", 13.0)

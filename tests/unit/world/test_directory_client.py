@@ -1,8 +1,10 @@
 """Workers at a directory: real sockets and files, no RPC."""
 
 import asyncio
+import gc
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -358,6 +360,32 @@ async def test_a_rank_0_that_no_longer_answers(tcp: Group, monkeypatch: pytest.M
 
 
 # ── changes and exit ────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_attempt_that_fails_after_the_end(
+    tcp: Group, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that leaves while it connects again logs nothing of the attempt."""
+    monkeypatch.setattr(directory_client, "CANCEL_TIMEOUT", 0.0)
+    client, has_begun, may_fail = tcp.client(registration(0)), threading.Event(), threading.Event()
+
+    def connect() -> None:
+        has_begun.set()
+        may_fail.wait(SOON)
+        raise ConnectionRefusedError
+
+    connecting = asyncio.create_task(client._in_thread(connect))
+    await asyncio.to_thread(has_begun.wait, SOON)
+    connecting.cancel()
+    await asyncio.wait((connecting,))
+    await client.close()
+    attempt, client._attempt = client._attempt, None
+    assert attempt is not None
+    may_fail.set()
+    await asyncio.wait((attempt,))
+    del attempt, connecting
+    gc.collect()
+    assert caplog.text == ""
 
 
 @pytest.mark.promise("joining.join")
