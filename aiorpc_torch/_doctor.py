@@ -177,7 +177,7 @@ def certificate() -> Finding:
         found.check()
     except ValueError as exc:
         return Finding("TLS", str(exc), f"check the files in {', '.join(launch.TLS)}")
-    return Finding("TLS", f"the certificate in {found.cert} is valid")
+    return Finding("TLS", f"the certificate in {found.cert} is valid until {found.expiry}")
 
 
 def devices() -> Finding:

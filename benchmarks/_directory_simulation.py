@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aiorpc_torch._aio.host import network_namespace
 from aiorpc_torch._directory import directory_messages as wire
 from aiorpc_torch._directory.directory import Directory
 from aiorpc_torch._directory.directory_messages import FromWorker, ToWorker, read_from_worker
 from aiorpc_torch._directory.directory_stream import encode
 from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._directory.view import View
-from aiorpc_torch._wire.handshake import network_namespace
 
 from ._compare import lay_out, machine, number
 from ._process import own_memory

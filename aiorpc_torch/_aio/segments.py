@@ -15,6 +15,8 @@ import stat
 import weakref
 from typing import NamedTuple
 
+from .host import this_host
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 SWITCH = "AIORPC_TORCH_SHARED_MEMORY"
@@ -53,17 +55,11 @@ def is_supported() -> bool:
 
 
 def sharing_group() -> str:
-    """Return an id that processes have in common if they can map each other's segments.
+    """Return `this_host()` if its processes can map each other's segments, else "".
 
-    It is "" where that is unknown. A process that is not dumpable has one, too: to map may fail.
+    A process that is not dumpable has one, too: to map may fail.
     """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user")]
-    except OSError:  # not on Linux
-        return ""
-    return " ".join([boot, *spaces, str(os.getuid())]) if is_supported() else ""
+    return this_host() if is_supported() else ""
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
+from .._aio.host import network_namespace
 from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint import entry_points
@@ -28,7 +29,6 @@ from .._wire.handshake import (
     encode_hello,
     is_callee_proven,
     load_introduction,
-    network_namespace,
     new_nonce,
 )
 from .._wire.plain import dump
@@ -124,6 +124,8 @@ class Introductions:
             except TlsError as exc:
                 raise WorkerUnreachable(peer.name, str(exc)) from exc
             except (OSError, TimeoutError) as exc:
+                if not isinstance(address, str) and (reason := self._expired()):
+                    raise WorkerUnreachable(peer.name, reason) from exc
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
@@ -160,6 +162,11 @@ class Introductions:
                 each.close()
             raise
         return found[0]
+
+    def _expired(self) -> str:
+        """Return that the own certificate has expired: its refusal is only the connection's end."""
+        tls = None if self._dialer is None else self._dialer.tls
+        return "" if tls is None else tls.expired
 
     async def _is_remote(self, peer: Peer) -> bool:
         _, addresses = await self._held_introduction(peer)

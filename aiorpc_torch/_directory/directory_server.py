@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from .._aio.acceptor import Acceptor
+from .._aio.blocking import BlockingCall
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import call_soon
@@ -113,7 +114,9 @@ class DirectoryServer:
         acceptor = Acceptor("rank 0", self._start)
         for listening in self._listening:
             acceptor.add(listening)
-        await self._renew()
+        renewing = self._loop.create_task(self._renew())
+        renewing.add_done_callback(lambda _: self._thread.closing.set())
+        await self._thread.closing.wait()  # beside a place that does not answer
         acceptor.close()
         leaving = self._loop.create_task(self._leave_place())
         await asyncio.wait((leaving,), timeout=LINGER)
@@ -124,9 +127,9 @@ class DirectoryServer:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=LINGER)
-        for task in self._tasks:
+        for task in (renewing, *self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(renewing, *self._tasks, return_exceptions=True)
         if self._claim is not None and leaving.done():
             self._claim.close()
 
@@ -240,8 +243,9 @@ class DirectoryServer:
             assert claim is not None
             while claim.is_valid(time.monotonic()):
                 renew = partial(claim.renew, time.monotonic(), *self._directory.numbers)
+                writing = BlockingCall(partial(renew, is_closed=is_closed), "no answer")
                 try:
-                    if not await run_in_thread(partial(renew, is_closed=is_closed), "aiorpc-claim"):
+                    if not await writing.result(claim.end - time.monotonic()):
                         reason = "another worker has claimed its place"
                         break
                     # Not after an answer that took the whole lease: others may have claimed it.

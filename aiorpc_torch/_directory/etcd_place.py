@@ -3,11 +3,11 @@
 import os
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from .._port.tls import reading
+from .._aio.regular_files import read_regular
+from .._port.certificates import reading
 
 PASSWORD_VARIABLE = "AIORPC_TORCH_ETCD_PASSWORD"
 
@@ -83,7 +83,7 @@ class Place:
         for name, file in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
             if file:
                 with reading(f"{name}={file} of the URL"):
-                    Path(file).read_bytes()  # OpenSSL does not tell which one is missing
+                    read_regular(file)  # OpenSSL does not tell which one is missing
         if self.ca:
             with reading(f"ca={self.ca} of the URL"):
                 context.load_verify_locations(self.ca)

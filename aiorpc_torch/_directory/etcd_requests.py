@@ -15,6 +15,7 @@ import time
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from .._aio.awaited import blocking_on
 from .._aio.threads import ThreadCache
 from .._text import printable
 from .etcd_place import PASSWORD_VARIABLE, URL_WITH_TLS, URL_WITH_USER, Member, Place
@@ -93,7 +94,8 @@ class Cluster:
                 if (left := end - time.monotonic()) <= 0:
                     raise self._not_reached(failures)
                 try:
-                    body = self._attempt(member, path, request, min(left, ATTEMPT_TIMEOUT))
+                    with blocking_on(f"etcd at {member} does not answer: check that it runs"):
+                        body = self._attempt(member, path, request, min(left, ATTEMPT_TIMEOUT))
                 except _Failure as exc:
                     failures.setdefault(member, str(exc))
                     is_repeated |= exc.may_have_run
@@ -234,6 +236,8 @@ def _transport_failure(exc: BaseException, place: Place) -> _Failure:
         remedies.append(f"if it uses TLS, write {URL_WITH_TLS}")
     elif not place.cert:
         remedies.append("if it asks for a certificate, add cert= and key= to the URL")
+    else:
+        remedies.append(f"it may refuse the certificate, cert={place.cert}: has that expired?")
     if not place.user:
         remedies.append(f"if it has users, write {URL_WITH_USER}")
     text = "; ".join(["it closed the connection without an answer", *remedies])
@@ -294,6 +298,8 @@ def _tls_text(error: ssl.SSLError, place: Place) -> str:
             "authority with ca= in the URL"
         )
     reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "alert" in reason and place.cert:
+        return f"it refuses the certificate, cert={place.cert} of the URL: {reason}"
     return (
         f"no TLS connection: {reason}; if it asks for a certificate, add cert= and key= to the "
         "URL, and if it does not use TLS, leave out all of ca=, cert=, key= and tls="

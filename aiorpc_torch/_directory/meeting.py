@@ -26,12 +26,12 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
 from .._aio.fork import close_on_fork
+from .._aio.host import network_namespace
 from .._aio.unix_sockets import connect_unix, is_same_user, listen_unix
 from .._port import network
 from .._port.port import Port
 from .._torch.compat import TCPStore
 from .._torch.store import NoStoreError, StoreClient
-from .._wire.handshake import network_namespace
 from .._wire.plain import dump
 from .directory_stream import NoDirectoryError
 from .etcd_place import is_etcd_url
@@ -76,7 +76,7 @@ class Listening(NamedTuple):
 
 
 class Meeting:
-    """The place of `init_method`. Methods block, for some seconds at most.
+    """The place of `init_method`. Most methods may block without end (`blocking_on`).
 
     Args:
         init_method: the URL, or `env://` for MASTER_ADDR and MASTER_PORT. That of etcd needs its
@@ -259,7 +259,7 @@ class Meeting:
         return _torch_store(own, port, is_master=True, master_listen_fd=listening.fileno())
 
     def withdraw(self) -> None:
-        """Let go of the store, and of connections.
+        """Let go of the store, and of connections, without a wait.
 
         The store goes on for a process group that shares it, with an address that is out of date.
         """
@@ -346,7 +346,8 @@ def _listen_unix(name: str) -> socket.socket:
 
 
 def _connect_tcp(address: tuple[str, int]) -> socket.socket:
-    found = socket.create_connection(address, _CONNECT_TIMEOUT)
+    with network.looking_up(address[0]):
+        found = socket.create_connection(address, _CONNECT_TIMEOUT)
     # Linux may choose the port that is asked for: such a socket is connected to itself, and rank 0
     # could not listen there.
     if found.getsockname() == found.getpeername():

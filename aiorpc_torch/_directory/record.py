@@ -95,12 +95,15 @@ class Claim:
         value: that of the place, which is `written`.
         record: what was written.
         now: time before it was written.
+
+    Attributes:
+        end: time until which no other worker can have claimed the place.
     """
 
     def __init__(self, value: SharedValue, record: Record, written: bytes, now: float) -> None:
         self._value, self._record = value, record
         self._written = [written]  # and after it those of which it is not known
-        self._end = now + record.lease
+        self.end = now + record.lease
         self.lease = record.lease
 
     @property
@@ -110,7 +113,7 @@ class Claim:
 
     def is_valid(self, now: float) -> bool:
         """Return whether no other worker can have claimed the place by `now`."""
-        return now < self._end
+        return now < self.end
 
     def renew(self, now: float, entries: int, joins: int, *, is_closed: bool = False) -> bool:
         """Renew the record, with these numbers; return False if another worker has the place.
@@ -126,7 +129,7 @@ class Claim:
         known, self._written = self._written, [*self._written, new]
         if not any(self._value.swap(old, new) for old in known):
             return False
-        self._record, self._written, self._end = record, [new], now + self.lease
+        self._record, self._written, self.end = record, [new], now + self.lease
         return True
 
     def close(self) -> None:

@@ -13,9 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from .._aio.awaited import blocking_on
+from .._aio.regular_files import open_regular, read_regular
 from .._torch.store import NoStoreError, StoreClient
 
 LOCK_TIMEOUT = 2.0  # seconds: a process holds the lock for less than a millisecond
@@ -23,7 +26,10 @@ _LOCK_INTERVAL = 0.005  # seconds between two attempts
 
 
 class SharedValue(Protocol):
-    """A value that several processes read and swap. Methods block, for some seconds at most."""
+    """A value that several processes read and swap.
+
+    Methods may block without end, and name what they wait for (`blocking_on`).
+    """
 
     def read(self) -> bytes | None:
         """Return the value, None if there is none. Raises OSError if the place is not reached."""
@@ -39,7 +45,7 @@ class SharedValue(Protocol):
         """Remove the value if it is `old`. Raises OSError if the place is not reached."""
 
     def close(self) -> None:
-        """Close the connections to the place; the next call opens others."""
+        """Close the connections to the place, without a wait; the next call opens others."""
 
 
 class FileValue:
@@ -50,30 +56,28 @@ class FileValue:
         self._lock = path.with_name(f"{path.name}.lock")
 
     def read(self) -> bytes | None:
-        """See `SharedValue`."""
-        try:
-            return self._path.read_bytes()
-        except FileNotFoundError:
-            self._path.parent.stat()  # there is such a directory
-            return None
+        """See `SharedValue`. This one and the others raise ValueError if a FIFO is there, say."""
+        with self._blocking():
+            return self._read()
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
         """See `SharedValue`."""
-        with self._locked():
-            if (found := self.read()) != old:
+        with self._blocking(), self._locked():
+            if (found := self._read()) != old:
                 if found is None:
                     self._lock.unlink()
                 return False
             # In one step: another process reads all of it, or what was there before.
             written = self._path.with_name(f"{self._path.name}.new")
-            written.write_bytes(new)
+            with open(open_regular(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                file.write(new)
             written.replace(self._path)
             return True
 
     def clear(self, old: bytes) -> None:
         """See `SharedValue`."""
-        with self._locked():
-            found = self.read()
+        with self._blocking(), self._locked():
+            found = self._read()
             if found == old:
                 self._path.unlink()
             if found in (None, old):
@@ -81,6 +85,16 @@ class FileValue:
 
     def close(self) -> None:
         """See `SharedValue`."""
+
+    def _blocking(self) -> AbstractContextManager[None]:
+        return blocking_on(f"the file {self._path} does not answer: check its file system")
+
+    def _read(self) -> bytes | None:
+        try:
+            return read_regular(self._path)
+        except FileNotFoundError:
+            self._path.parent.stat()  # there is such a directory
+            return None
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -95,7 +109,7 @@ class FileValue:
             os.close(descriptor)
 
     def _try_to_lock(self) -> int | None:
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), self._lock.stat()):  # it was not removed
@@ -112,6 +126,7 @@ class StoreValue:
         self._connect = connect
         self._client: StoreClient | None = None
         self._used = threading.Lock()
+        self._is_closed = False  # since the last call began
 
     def read(self) -> bytes | None:
         """See `SharedValue`. Raises NoStoreError if another program listens there."""
@@ -127,9 +142,11 @@ class StoreValue:
         self._swap(old, b"")
 
     def close(self) -> None:
-        """See `SharedValue`."""
-        with self._used:
+        """See `SharedValue`. A call that is under way closes its connection at its end."""
+        self._is_closed = True
+        if self._used.acquire(blocking=False):
             self._close()
+            self._used.release()
 
     def _close(self) -> None:
         if self._client is not None:
@@ -142,6 +159,7 @@ class StoreValue:
 
     def _ask(self, question: Callable[[StoreClient], bytes | None]) -> bytes | None:
         with self._used:
+            self._is_closed = False
             if self._client is None:
                 self._client = self._connect()
             try:
@@ -151,3 +169,6 @@ class StoreValue:
             except (OSError, NoStoreError):
                 self._close()
                 raise
+            finally:
+                if self._is_closed:
+                    self._close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
+from .._aio.host import network_namespace
 from .._aio.loops import LoopFactory, new_event_loop
 from .._directory.registration import MAX_PROCESSES, Registration, check_worker_name
 from .._port.tls import Tls
@@ -14,7 +15,6 @@ from .._server.exports import Export
 from .._torch.agent import process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
 from .._version import __version__
-from .._wire.handshake import network_namespace
 
 Initializer = Callable[[str], object]
 """A function that a process runs before its world; its argument is the name of its worker."""

@@ -13,8 +13,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import urlsplit
+
+from .._aio.awaited import blocking_on
 
 VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """torch's variables for an interface. TensorPipe reads the first one."""
@@ -85,6 +88,11 @@ def describe(interface: str | None) -> str:
     return f"{interface} ({', '.join(addresses().get(interface, ['no address']))})"
 
 
+def look_up_own_name() -> None:
+    """Look up this machine's own name, as TensorPipe does without an interface."""
+    _resolve(socket.gethostname())
+
+
 @contextlib.contextmanager
 def interface_env(interface: str | None) -> Iterator[None]:
     """Set the variable for TensorPipe, which reads it at its start."""
@@ -120,8 +128,10 @@ def own_address(interface: str | None) -> str | None:
     It is one of `interface`, or what this machine's own name resolves to.
     """
     own = _own_addresses()
-    names = [address[0] for _, address in _resolve(socket.gethostname())]
-    found = names if interface is None else addresses().get(interface, [])
+    if interface is None:
+        found = [address[0] for _, address in _resolve(socket.gethostname())]
+    else:
+        found = addresses().get(interface, [])
     usable = (each for each in found if each in own and not each.startswith("fe80:"))
     return next((each for each in usable if not is_loopback_host(each)), None)
 
@@ -220,10 +230,19 @@ def has_route(url: str) -> bool:
     return True
 
 
+def looking_up(host: str) -> AbstractContextManager[None]:
+    """Return a context for the lookup of a name, which may block without end."""
+    return blocking_on(
+        f"the lookup of the name {host!r} does not end: check the name servers (DNS), or give an "
+        "IP address"
+    )
+
+
 def _resolve(host: str, port: int = 9) -> list[tuple[int, _Address]]:
     """Return the addresses of `host`, IPv4 first: a machine without IPv6 must reach this one."""
     try:
-        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with looking_up(host):
+            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     found: list[tuple[int, _Address]] = [(family, address) for family, _, _, _, address in answers]

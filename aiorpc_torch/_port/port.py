@@ -41,6 +41,7 @@ log = logging.getLogger("aiorpc_torch")
 MAX_UNPROVEN = 64  # connections without proof at once; beyond it one is closed
 PROOF_TIMEOUT = 5.0  # seconds until a connection has proven itself
 MAX_WARNINGS = 64  # reasons for refusals that are logged as warnings
+CERTIFICATE_INTERVAL = 60.0  # seconds between two looks at the certificate, without connections
 
 _READY = b"+"
 """Sent by the end that was connected to, once it has admitted the other one."""
@@ -137,6 +138,8 @@ class Port:
         listening, self._listening = self._listening, []
         for each in listening:
             self._add(*each)
+        if self.tls is not None:
+            self._look_at(self.tls)
         await self._thread.closing.wait()
         for acceptor in self._acceptors:
             acceptor.close()
@@ -146,6 +149,10 @@ class Port:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _look_at(self, tls: Tls) -> None:
+        tls.look()
+        self._loop.call_later(CERTIFICATE_INTERVAL, self._look_at, tls)
 
     def _add(self, listening: socket.socket, purpose: str | None) -> None:
         found = self.accept_at(listening, lambda accepted: self._accept(accepted, purpose))
@@ -217,7 +224,7 @@ class Port:
                 stream = await self._proven(accepted)
                 local = await self._local_end(purpose)
         except (OSError, ValueError) as exc:  # also a TimeoutError
-            self._log_refusal(host, exc)
+            self.log_refusal(host, exc)
             if self.tls is not None and isinstance(exc, ValueError):
                 _send_alert(accepted)
             accepted.close()
@@ -274,7 +281,8 @@ class Port:
             raise ConnectionRefusedError(f"no {purpose} here")
         return found
 
-    def _log_refusal(self, host: str, exc: Exception) -> None:
+    def log_refusal(self, host: str, exc: Exception) -> None:
+        """Log why a connection from a host was refused: a certificate as a warning, once."""
         text = f"refused a connection from {host}: {exc}"
         is_new = text not in self._warned and len(self._warned) < MAX_WARNINGS
         if isinstance(exc, TlsError) and is_new:

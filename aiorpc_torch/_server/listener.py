@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -18,6 +18,7 @@ from typing import Any, cast
 from .._aio.acceptor import Acceptor
 from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
+from .._aio.host import network_namespace
 from .._aio.loops import call_soon
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
 from .._channel import Channel
@@ -25,6 +26,7 @@ from .._peers.peers import Peer
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
 from .._port.strangers import LEFT, Strangers, host_of
+from .._port.tls import Tls
 from .._wire.handshake import (
     CALLS,
     HELLO,
@@ -33,7 +35,6 @@ from .._wire.handshake import (
     Hello,
     Introduction,
     Party,
-    network_namespace,
     new_nonce,
     read_number,
 )
@@ -144,17 +145,32 @@ class Listener:
 
     def _open_at_port(self, accepted: socket.socket) -> None:
         assert self._port is not None
-        if (tls := self._port.tls) is None:
+        if self._port.tls is None:
             self._open(accepted)
             return
-        opening = self._open(accepted, ssl=tls.server, ssl_handshake_timeout=PROOF_TIMEOUT)
-        self._unproven.add(opening, host_of(accepted), opening.cancel)
+        host = host_of(accepted)
+        opening = self._start(accepted, self._secure(accepted, host, self._port, self._port.tls))
+        self._unproven.add(opening, host, opening.cancel)
 
-    def _open(self, accepted: socket.socket, **tls: Any) -> asyncio.Task[Any]:
+    async def _secure(self, accepted: socket.socket, host: str, port: Port, tls: Tls) -> None:
+        options: dict[str, Any] = {"ssl": tls.server, "ssl_handshake_timeout": PROOF_TIMEOUT}
+        try:
+            with tls.explaining("the caller"):
+                await self._loop.connect_accepted_socket(
+                    lambda: _Unproven(self), accepted, **options
+                )
+        except OSError as exc:
+            port.log_refusal(host, exc)
+            raise
+
+    def _open(self, accepted: socket.socket) -> None:
+        self._start(accepted, self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted))
+
+    def _start(
+        self, accepted: socket.socket, coroutine: Coroutine[Any, Any, Any]
+    ) -> asyncio.Task[Any]:
         accepted.setblocking(False)
-        opening = self._loop.create_task(
-            self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted, **tls)
-        )
+        opening = self._loop.create_task(coroutine)
         self._opening[opening] = accepted
         opening.add_done_callback(self._on_opened)
         return opening

@@ -8,7 +8,6 @@ rejects other processes and stale addresses. (tests/unit/wire/test_handshake.py)
 
 import hmac
 import json
-import os
 import secrets
 import struct
 from dataclasses import asdict, dataclass, field
@@ -157,16 +156,3 @@ def _prove(
     ).encode()
     text = b"|".join((role, VERSION, server.hex().encode(), client.hex().encode(), parties))
     return hmac.digest(credentials.secret, text, "sha256")
-
-
-def network_namespace() -> str:
-    """Return an id of this process's network namespace, "" if unknown.
-
-    Workers compare these ids instead of trying addresses.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""

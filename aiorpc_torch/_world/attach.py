@@ -33,6 +33,7 @@ from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_ru
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotInWorld
 from .managers import world_manager
+from .start_steps import start_step
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
@@ -83,6 +84,7 @@ async def attach(
 
     Raises:
         NotInWorld: If torch's RPC does not run: call `rpc.init_rpc` first.
+        WorldTimeout: If the lookup of the first worker's name does not end in `start_timeout`.
         RuntimeError: If this process is in a world of this library, or attached already.
         ValueError: If an argument is out of range, or there is no such interface.
     """
@@ -99,7 +101,7 @@ async def attach(
         raise RuntimeError(f"{entry_points.IN_A_WORLD}: {entry_points.how_to_leave()}")
     if not is_running():
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
-    host = _host(interface)
+    host = await start_step(functools.partial(_host, interface), start_timeout)
     attached = _Attached(config, Peers(agent_name(), is_attached=True))
     # Before torch's table is read: no later change of it is missed.
     entry_points.enter(attached.node)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .._aio.blocking import Blocked, BlockingCall
 from .._aio.fork import close_on_fork
 from .._aio.threads import run_in_thread
 from .._aio.waiting import WaitReport
@@ -44,6 +45,7 @@ from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
 from ..errors import WorkerLost, WorldTimeout
+from .start_steps import MIN_STEP
 
 if TYPE_CHECKING:
     from .._node.node import Node
@@ -67,6 +69,7 @@ GRACE_OF_JOINED = 2.0  # the same at a place whose last directory had workers th
 SILENT_LOOKS = 2  # after which a directory that does not answer is taken for frozen
 RETIRE_TIMEOUT = 0.3  # seconds for the directory to answer: else the others are told otherwise
 CANCEL_TIMEOUT = 1.0  # seconds for an attempt to connect to end
+STEP_TIMEOUT = 10.0  # seconds in a running world for the place, and name servers, to answer
 PING_TIMEOUT = 3.0  # seconds for a process to prove that it is alive
 
 
@@ -83,6 +86,7 @@ class DirectoryClient:
     Args:
         port: of a worker that has one for all purposes.
         lease: seconds for which a directory of this worker is valid unless it says more.
+        end: time of the loop at which the timeout passes (default: `timeout` from now).
 
     Attributes:
         coordinator: the worker that keeps the directory.
@@ -95,6 +99,7 @@ class DirectoryClient:
         timeout: float,
         port: Port | None = None,
         lease: float = MIN_LEASE,
+        end: float | None = None,
     ) -> None:
         self._port = port
         self._lease = lease
@@ -104,8 +109,8 @@ class DirectoryClient:
         self._meeting = meeting
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
-        self._end = self._loop.time() + timeout
-        self._attempt: asyncio.Future[Any] | None = None
+        self._end = self._loop.time() + timeout if end is None else end
+        self._attempt: BlockingCall[Any] | None = None
         self._server: DirectoryServer | None = None
         self._stream: Stream[ToWorker] | None = None
         self._published: wire.Publish | None = None
@@ -199,10 +204,10 @@ class DirectoryClient:
             except TlsError as exc:
                 raise ValueError(f"no connection to rank 0: {exc}") from exc
             except (OSError, EOFError) as exc:
-                if self.registration.rank == 0 and (
-                    isinstance(exc, FileNotFoundError | PermissionError)
-                    or not self._meeting.is_movable  # another process listens there
-                ):
+                is_final = isinstance(exc, FileNotFoundError | PermissionError) or not (
+                    self._meeting.is_movable or isinstance(exc, Blocked)
+                )  # another process listens there
+                if self.registration.rank == 0 and is_final:
                     raise
                 await self._pause(exc)
                 # A frozen one answers never; one with thousands of workers that start, late.
@@ -294,25 +299,41 @@ class DirectoryClient:
         except OSError as exc:
             is_direct = self._port.tls is not None and not self._meeting.is_at_port
             if is_direct and not isinstance(exc, TlsError):
-                await run_in_thread(self._meeting.refuse_store, "aiorpc-join")
+                with contextlib.suppress(Blocked):
+                    await self._in_thread(self._meeting.refuse_store)
             raise
 
     async def _in_thread(self, step: Callable[[], T]) -> T:
-        guarded = partial(self._unless_closed, step)
-        attempt = self._attempt = asyncio.ensure_future(run_in_thread(guarded, "aiorpc-join"))
-        attempt.add_done_callback(_note_outcome)  # if `close` gives it up, asyncio would log it
-        await asyncio.wait((attempt,))  # if that is cancelled, `close` undoes the attempt
-        if self._attempt is attempt:
-            self._attempt = None
-        found: T = attempt.result()
-        return found
+        """Run a step in a thread, once the last one has ended: one that blocks may stay for long.
 
-    def _unless_closed(self, step: Callable[[], T]) -> T:
-        """Run a step in a thread; undo it if this client was closed meanwhile."""
-        found = step()
+        Raises:
+            Blocked: if one of the two does not end in time.
+        """
+        limit = max(self.remaining(), MIN_STEP) if self._following is None else STEP_TIMEOUT
+        if (last := self._attempt) is not None:
+            await asyncio.wait((last.ended,), timeout=limit)
+            if not last.ended.done():
+                raise Blocked(last.text)
+        place = f"{self._meeting} does not answer: check that it is reached from here"
+        attempt = self._attempt = BlockingCall(step, place, self._undo)
+        try:
+            found: T = await attempt.result(limit)
+            return found
+        finally:
+            if attempt.ended.done() and self._attempt is attempt:
+                self._attempt = None
+
+    def _undo(self, found: object) -> None:
+        """Close, in a thread, what a step has opened that was given up."""
+        if isinstance(found, Connected | Listening):
+            for each in found.sockets:
+                each.close()
+        if isinstance(found, Listening) and found.claim is not None:
+            with contextlib.suppress(OSError, ValueError):
+                found.claim.abandon(time.monotonic())
+            found.claim.close()
         if self._is_closed:
-            _undo(found)
-        return found
+            self._meeting.withdraw()
 
     async def _dial(
         self,
@@ -369,6 +390,9 @@ class DirectoryClient:
 
     async def _pause(self, exc: Exception) -> None:
         """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
+        if isinstance(exc, Blocked):  # for all the time that was left
+            text = f"no rank 0 at {self._meeting} within {self._timeout:g} s: {exc}"
+            raise WorldTimeout(text, [0]) from exc
         if not self.remaining():
             reason = str(exc) or "what listens there does not answer"
             raise WorldTimeout(
@@ -542,7 +566,7 @@ class DirectoryClient:
                 self._has_heard, silent = False, 0
             elif self._loop.time() - start < 2 * interval:  # else answers may be here unread
                 silent += 1
-            if silent and self._meeting.is_movable and self._attempt is None:
+            if silent and self._meeting.is_movable:
                 with contextlib.suppress(OSError, ValueError):
                     await self._look()  # from now on its lease counts
             if silent >= SILENT_LOOKS and self._stream is not None:
@@ -722,12 +746,12 @@ class DirectoryClient:
             if task is not None:
                 task.cancel()
         self._is_closed = True
-        if self._attempt is not None:  # it was cancelled
+        if (attempt := self._attempt) is not None:
+            attempt.give_up()
             # The next world may need the address of one that makes the directory.
             seconds = CANCEL_TIMEOUT if self._following is None else CANCEL_TIMEOUT / 20
-            await asyncio.wait((self._attempt,), timeout=seconds)
-            if self._attempt.done() and self._attempt.exception() is None:
-                await run_in_thread(partial(_undo, self._attempt.result()), "aiorpc-stop")
+            await asyncio.wait((attempt.ended,), timeout=seconds)
+            attempt.ended.cancel()
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -744,22 +768,6 @@ class DirectoryClient:
             if self._port is not None:
                 self._port.end_directory()
             await run_in_thread(server.close, "aiorpc-stop")
-
-
-def _undo(found: object) -> None:
-    """Close what an attempt has opened that was cancelled meanwhile. May be called twice."""
-    if isinstance(found, Connected | Listening):
-        for each in found.sockets:
-            each.close()
-    if isinstance(found, Listening) and found.claim is not None:
-        with contextlib.suppress(OSError, ValueError):
-            found.claim.abandon(time.monotonic())
-        found.claim.close()
-
-
-def _note_outcome(attempt: "asyncio.Future[Any]") -> None:
-    if not attempt.cancelled():
-        attempt.exception()
 
 
 def _left(node: "Node") -> list[str]:

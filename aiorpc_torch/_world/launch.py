@@ -7,7 +7,7 @@ the ranks to Slurm. Nothing is read that an argument of `worker()` gives.
 import contextlib
 import itertools
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from .._directory.etcd_place import Place, is_etcd_url
@@ -85,11 +85,6 @@ def rank_and_size(
             "one have the number of its first world. Start another process"
         )
     return -1, -1
-
-
-def port_settings(port: int | None, tls: Tls | None) -> dict[str, Any]:
-    """Return the port and the certificate of a worker, given or of the environment."""
-    return {"port": find_port(port), "tls": find_tls(tls)}
 
 
 def find_port(port: int | None) -> int | None:

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
+from .._aio.host import network_namespace
 from .._directory.registration import Registration
 from .._node.config import WorkerConfig
 from .._port import network
 from .._port.port import Port
 from .._port.tunnels import Tunnels
 from .._torch.agent import PeerInfo
-from .._wire.handshake import network_namespace
 
 _CHANNELS = ("cuda_ipc", "cma", "cuda_basic", "basic")  # in TensorPipe's order
 

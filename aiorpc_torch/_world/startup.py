@@ -20,6 +20,7 @@ from .._torch.transport import ping, wrap_future
 from .device_maps import resolve_device_maps
 from .directory_client import DirectoryClient
 from .one_port import OnePort, channels_at_port
+from .start_steps import start_step
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -46,6 +47,7 @@ class Startup:
         self._directory = directory
         self._use_routes = use_routes
         self._one_port = one_port
+        self._interface = config.interface
         self._starting: asyncio.Future[None] | None = None
         self._agent: Agent | None = None  # set once torch's RPC runs
 
@@ -83,9 +85,10 @@ class Startup:
 
     async def _register_and_start(self) -> NamedDeviceMaps:
         """Register, start torch's RPC, and return this worker's device maps."""
-        answer = await self._directory.register()
+        directory = self._directory
+        answer = await directory.register()
         registrations = answer.registrations
-        own, worker_id = self._directory.registration, 0
+        own, worker_id = directory.registration, 0
         if isinstance(answer, Entering):
             own, worker_id = answer.own, answer.worker_id
         else:
@@ -93,6 +96,9 @@ class Startup:
         every = resolve_device_maps(registrations, own.name)
         maps = {each.name: of for each, of in zip(registrations, every, strict=True)}
         is_first = all(each.worker_id is None for each in registrations)
+        self._interface = await start_step(
+            self._find_interface, self._config.start_timeout, directory.remaining()
+        )
         step = lambda: self._start_agent(worker_id, maps, first_world=is_first)  # noqa: E731
         self._starting = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
         await asyncio.wait((self._starting,))
@@ -102,7 +108,7 @@ class Startup:
     def _start_agent(
         self, worker_id: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
     ) -> None:
-        config, interface = self._config, self._interface()
+        config, interface = self._config, self._interface
         channels = channel_names(config.channels)
         self._use_routes(DeviceRoutes.for_worker(config.name, maps))
         log.info("%s uses %s", config.name, network.describe(interface))
@@ -130,8 +136,12 @@ class Startup:
             await run_in_thread(self._agent.stop, "aiorpc-stop")
             await run_in_thread(self._agent.release, "aiorpc-stop")
 
-    def _interface(self) -> str | None:
-        return self._config.interface or network.interface_towards(self._directory.host)
+    def _find_interface(self) -> str | None:
+        """Return the interface for torch's RPC, None for what this machine's name resolves to."""
+        found = self._config.interface or network.interface_towards(self._directory.host)
+        if found is None and self._one_port is None:
+            network.look_up_own_name()  # before torch does, which names nothing
+        return found
 
     # ── reaching peers ──────────────────────────────────────────────────────────────────────────
 
@@ -158,7 +168,7 @@ class Startup:
         peers = ", ".join(map(self._describe, missing))
         return (
             f"all workers registered, but {self._config.name!r} does not reach {peers}. "
-            f"This worker uses {network.describe(self._interface())}. Give each worker() "
+            f"This worker uses {network.describe(self._interface)}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
 

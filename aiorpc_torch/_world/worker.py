@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -38,10 +38,11 @@ from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
 from .directory_client import DirectoryClient
-from .launch import is_single_host, meeting_url, port_settings, rank_and_size
+from .launch import find_port, find_tls, is_single_host, meeting_url, rank_and_size
 from .managers import world_manager
 from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
+from .start_steps import start_step
 from .startup import Startup
 
 log = logging.getLogger("aiorpc_torch")
@@ -349,13 +350,15 @@ async def worker(
         heartbeat=heartbeat,
         watchdog=watchdog_seconds(watchdog),
         interface=_interface(interface, is_single_host(init_method, world_size)),
-        **port_settings(port, tls),
+        port=find_port(port),
+        tls=tls,
         on_failure=on_failure,
         exports=None if exports is None else checked_exports(exports),
         freeze_gc=freeze_gc,
     )
     with graceful_signals(handle_signals):
-        async with run_worker(config) as me:
+        tls = await start_step(partial(find_tls, tls), config.start_timeout)
+        async with run_worker(replace(config, tls=tls)) as me:
             yield me
 
 
@@ -380,20 +383,25 @@ async def run_worker(
 ) -> AsyncIterator[Worker]:
     """Be the worker of `config` during the block; `children` are as for `Membership`."""
     check_is_free()
-    meeting = Meeting(config.init_method, config.interface)
-    async with _one_port(config, meeting) as one_port:
-        async with _entered(config, children, meeting, one_port) as me:
+    end = asyncio.get_running_loop().time() + config.start_timeout
+    make = partial(Meeting, config.init_method, config.interface)
+    meeting = await start_step(make, config.start_timeout)  # the files of an etcd:// URL
+    async with _one_port(config, meeting, end) as one_port:
+        async with _entered(config, children, meeting, one_port, end) as me:
             yield me
 
 
 @contextlib.asynccontextmanager
-async def _one_port(config: WorkerConfig, meeting: Meeting) -> AsyncIterator[OnePort | None]:
+async def _one_port(
+    config: WorkerConfig, meeting: Meeting, end: float
+) -> AsyncIterator[OnePort | None]:
     """Listen at the one port of the worker, if it has one."""
     if not config.has_one_port:
         yield None
         return
     find_host = partial(host_of_port, config.interface, meeting.host)
-    found = OnePort(config, await run_in_thread(find_host, "aiorpc-join"))
+    left = end - asyncio.get_running_loop().time()
+    found = OnePort(config, await start_step(find_host, config.start_timeout, left))
     meeting.port = found.port
     try:
         yield found
@@ -407,15 +415,15 @@ async def _entered(
     children: Children | None,
     meeting: Meeting,
     one_port: OnePort | None,
+    end: float,
 ) -> AsyncIterator[Worker]:
     registration, port, members = config.registration(), meeting.port, Peers(config.name)
     if one_port is not None:
         registration = one_port.registration(registration)
     introductions = None if port is None else Introductions(members, dialer=Dialer(port.tls))
     node = Node(members, config, children, introductions)
-    directory = DirectoryClient(
-        meeting, registration, config.start_timeout, port, lease_for(config.heartbeat)
-    )
+    lease = lease_for(config.heartbeat)
+    directory = DirectoryClient(meeting, registration, config.start_timeout, port, lease, end)
     entry_points.enter(node)  # before torch starts: a quicker peer may call already
     try:
         with cpp_warnings_hidden():

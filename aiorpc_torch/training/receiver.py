@@ -21,7 +21,7 @@ from .. import (
     remote,
     timeout as bounded,
 )
-from .relays import start_relay, this_host
+from .relays import own_host, start_relay
 from .snapshots import Snapshot
 from .waiting import Changes
 from .weights import Weights
@@ -65,7 +65,7 @@ class Receiver:
         self._relay: str | None = None  # worker of that relay
         self._poll = poll
         self._on_version = on_version
-        self._host = this_host() if host is None else host
+        self._host = own_host() if host is None else host
         self._wanted: list[int] = []  # versions that tasks wait for
         self._losses = 0
         self._error: Exception | None = None  # that has ended the task

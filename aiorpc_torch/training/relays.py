@@ -11,31 +11,26 @@ import contextvars
 import operator
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 from .. import NotInWorld, RRef, register, remote, unregister
+from .._aio.host import this_host
 from .waiting import Changes
 
 Version = tuple[int, bytes, Any]
 """A version on its way: its number, and the two parts of its `Snapshot`."""
 
 
-def this_host() -> str:
-    """Return a name that processes share if they can map each other's memory."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("net", "pid", "user")]
-    except OSError:  # not on Linux
-        return f"{socket.gethostname()} {os.getpid()}"
-    return " ".join([boot, *spaces, str(os.getuid())])
+def own_host() -> str:
+    """Return the name of the host whose followers share a relay; where unknown, of this process."""
+    return this_host() or f"{socket.gethostname()} {os.getpid()}"
 
 
 class Hosts:
     """The relays that a publisher has named."""
 
     def __init__(self) -> None:
-        self._own = this_host()
+        self._own = own_host()
         self._relays: dict[str, str] = {}  # worker, by host
 
     def relay_for(self, host: str, worker: str, lost: str | None) -> str | None:

@@ -567,6 +567,26 @@ def test_tls_with_certificates_of_clients(tmp_path: Path) -> None:
 
 
 @needs_etcd
+@pytest.mark.promise("security.renewal")
+def test_files_of_the_url_that_are_renewed(tmp_path: Path) -> None:
+    """Each request reads them. An error names the side whose certificate has expired."""
+    authority = Named(tmp_path)
+    cert, key, ca = authority.files()
+    own, own_key, _ = authority.files("own")
+    options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
+    query = f"?ca={ca}&cert={own}&key={own_key}"
+    member = Member(tmp_path / "m0", (*options, "--client-cert-auth"), "https")
+    with running(member, query=query) as cluster:
+        value = cluster.value(query=query)
+        assert value.swap(None, b"1")
+        authority.files("own", days=-1)
+        with pytest.raises(OSError, match=rf"refuses? the certificate, cert={own}"):
+            value.read()
+        authority.files("own")
+        assert value.read() == b"1"
+
+
+@needs_etcd
 def test_tls_that_etcd_does_not_use(alone: Cluster) -> None:
     """The error says to leave it out."""
     with pytest.raises(OSError, match="leave out"):

@@ -1,13 +1,16 @@
 """Workers with one port each, on two machines: in clear text, and by TLS."""
 
+import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aiorpc_torch._port.certificates import LOOK_INTERVAL
 from tests.support.certificates import Authority
 from tests.support.network_namespaces import (
     ADDRESSES,
@@ -116,6 +119,38 @@ def check_contents(packets: Packets, is_secure: bool) -> None:
     told = [flow for flow, stream in streams if MARKER.encode() in stream]
     assert bool(told) is not is_secure, told
     assert all(is_tls(stream) for _, stream in streams) is is_secure
+
+
+@pytest.mark.promise("security.renewal")
+async def test_certificates_that_are_renewed(
+    hosts: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    """The authority is replaced during a run; a worker that knows the new one alone joins then."""
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    files = {each: old.files(each) for each in ("first", "second")}
+    more: dict[str, Any] = {"init_method": FIXED, "interface": LINK}
+    async with contextlib.AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(
+                started(hosts[rank], name, files[name], rank=rank, world_size=2, **more)
+            )
+            for rank, name in enumerate(files)
+        ]
+        await check_start(first, second, FIXED)
+        old.ca.write_text(old.ca.read_text() + new.ca.read_text())  # of both workers
+        for name, (cert, key, _) in files.items():
+            renewed = new.files(name)
+            shutil.copy(renewed[0], cert)
+            shutil.copy(renewed[1], key)
+        await asyncio.sleep(LOOK_INTERVAL)
+        third = await stack.enter_async_context(
+            started(hosts[1], "third", new.files("third"), **more)
+        )
+        await check_joined(first, third)
+        for node in (first, second):
+            await node.hears("left")
+            code, errors = await node.end()
+            assert (code, "Traceback" in errors) == (0, False), errors
 
 
 @pytest.mark.promise("worlds.launchers")

@@ -25,6 +25,7 @@ from tests.support.network_namespaces import (
     line,
     machines as machines,
     running,
+    why_not,
 )
 from tests.support.network_scenarios import (
     ELEMENTS,
@@ -265,6 +266,45 @@ async def test_a_group_on_one_remote_host(machines: tuple[Machine, Machine]) -> 
         outcomes = await nodes[0].hears("outcomes")
         assert sorted(outcomes) == ["WorkerLost", *["int"] * (MEMBERS - 1)]
         assert await nodes[0].hears("kept") == [4] * (MEMBERS - 1)
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_two_links_of_one_machine() -> None:
+    """A call does not wait for a transfer to another network namespace, whose link is cut."""
+    if reason := why_not():
+        pytest.skip(f"no network namespaces here: {reason}")
+    async with contextlib.AsyncExitStack() as stack:
+        machines = [
+            stack.enter_context(contextlib.closing(Machine(each))) for each in ("one", "b", "c")
+        ]
+        bridge = machines[0]
+        bridge.ip("link", "add", "br0", "type", "bridge")
+        bridge.gets(f"{ADDRESSES[0]}/24", "br0")
+        for rank, machine in enumerate(machines[1:], 1):
+            end = ("netns", str(machine.pid))
+            port = f"p{rank}"
+            bridge.ip("link", "add", port, "type", "veth", "peer", "name", LINK, *end)
+            bridge.ip("link", "set", port, "master", "br0", "up")
+            machine.gets(f"10.93.7.{rank + 1}/24")
+        script = str(HERE / "network_scenarios.py")
+        nodes = []
+        for rank, machine in enumerate(machines):
+            where = {"init_method": WHERE, "interface": LINK if rank else "br0"}
+            words = [script, "apart", str(rank), json.dumps(where)]
+            nodes.append(await stack.enter_async_context(running(machine, *words)))
+        await nodes[0].hears("ready")
+        machines[1].unplug()
+        nodes[0].tell()
+        _, value, seconds = await nodes[0].hears("called")
+        assert value == "2"
+        assert seconds < SLACK
+        assert await nodes[0].hears("waiting")
+        machines[1].plug()
+        nodes[0].tell()
+        assert (await nodes[0].hears("first"))[1] == "2"
+        for node in nodes:
+            code, errors = await node.end()
+            assert code == 0, errors
 
 
 @pytest.mark.promise("sockets.lost")

@@ -25,7 +25,7 @@ class Authority:
         openssl("req", "-x509", *CURVE, "-keyout", key, "-out", str(self.ca), *subject)
 
     def files(
-        self, name: str = "worker", days: int = 2, *, is_named: bool = False
+        self, name: str = "worker", days: int = 30, *, is_named: bool = False
     ) -> tuple[str, str, str]:
         """A new certificate, its key, and the authority's own.
 
@@ -41,7 +41,11 @@ class Authority:
         openssl("x509", "-req", "-in", request, "-out", cert, *signed)
         return cert, key, str(self.ca)
 
-    def tls(self, name: str = "worker", days: int = 2) -> aiorpc.Tls:
+    def renew(self, name: str = "worker", days: int = 30) -> None:
+        """Replace a certificate and its key."""
+        self.files(name, days)
+
+    def tls(self, name: str = "worker", days: int = 30) -> aiorpc.Tls:
         return aiorpc.Tls(*self.files(name, days))
 
     def expired(self) -> aiorpc.Tls:

@@ -220,6 +220,27 @@ async def shared(rank: int, **world: Any) -> None:
             await _share(sorted(me.peers))
 
 
+async def apart(rank: int, **world: Any) -> None:
+    """A tensor for two workers of one machine whose links differ; that of the first one is cut."""
+    name = f"worker{rank}"
+    async with aiorpc.worker(name, rank=rank, world_size=3, heartbeat=60.0, **world) as me:
+        if rank:
+            await me.serve(until="worker0")
+            return
+        peers = sorted(me.peers)
+        shelves = [await create(each, TensorShelf) for each in peers]
+        await until_sockets(peers)
+        x = torch.ones(ELEMENTS)
+        await remote(Group(shelves)).keep(x)
+        tell("ready")
+        await told()  # the link is cut
+        first, other = [asyncio.ensure_future(remote(each).keep(x)) for each in shelves]
+        tell("called", await outcome("other", other))
+        tell("waiting", not first.done())
+        await told()  # the link is whole
+        tell("first", await outcome("first", first))
+
+
 async def cut_transfer(rank: int, **world: Any) -> None:
     """A transfer whose link is cut for longer than its sockets bear."""
     socket_threads.SILENCE = 2.0  # seconds

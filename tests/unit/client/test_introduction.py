@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +10,22 @@ from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
 from aiorpc_torch._peers.peers import Peer, Peers
+from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._torch import rrefs
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
-from aiorpc_torch._wire.handshake import HELLO, Credentials, Hello, Party, new_nonce
+from aiorpc_torch._wire.handshake import (
+    HELLO,
+    Addresses,
+    Credentials,
+    Hello,
+    Introduction,
+    Party,
+    new_nonce,
+)
 from aiorpc_torch._wire.plain import dump
-from aiorpc_torch.errors import RpcError, WorkerLeft, WorkerLost
+from aiorpc_torch.errors import RpcError, WorkerLeft, WorkerLost, WorkerUnreachable
+from tests.support.certificates import Authority
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
 
 CREDENTIALS = Credentials(Party("me", 0), Party("peer", 3))
@@ -98,6 +109,33 @@ async def test_a_peer_that_torch_does_not_reach(monkeypatch: pytest.MonkeyPatch)
     me = Peers("a", every)
     with pytest.raises(WorkerLost, match=r"no connection to uv://b:7: connection refused\. If it "):
         await introduction.Introductions(me).connect(me.peers["b"], 1, lambda *_: None)
+
+
+@pytest.mark.promise("security.expiry")
+async def test_the_own_certificate_has_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that closes the connection for it does not tell why."""
+    tls = Authority(tmp_path).expired()
+    me = Peers("me", [PeerInfo("me", 0, 0, ""), PeerInfo("peer", 1, 1, "")])
+    introductions = introduction.Introductions(me, dialer=Dialer(tls))
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        address = server.sockets[0].getsockname()
+        party = Party("me", 0)
+        found = Credentials(party, party), Addresses("elsewhere", "", address)
+        me.peers["peer"].introduction = found
+
+        async def again(_: Peer) -> Introduction:
+            return found
+
+        monkeypatch.setattr(introductions, "_introduction", again)
+        text = rf"the certificate in {tls.cert} has expired on {tls.expiry}: renew it"
+        with pytest.raises(WorkerUnreachable, match=text):
+            await introductions.connect(me.peers["peer"], 1, lambda *_: None)
 
 
 async def test_a_callee_that_is_lost_with_its_proof() -> None:

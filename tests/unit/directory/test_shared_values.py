@@ -106,6 +106,43 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         value.swap(None, b"a")
 
 
+@pytest.mark.promise("worlds.place")
+@pytest.mark.parametrize("suffix", ["", ".lock", ".new"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a socket", "a directory", "a device"])
+def test_what_is_not_a_file(tmp_path: Path, suffix: str, kind: str) -> None:
+    """It is not opened, which may block or act."""
+    path = tmp_path / f"value{suffix}"
+    if kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif kind == "a directory":
+        path.mkdir()
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+    value = FileValue(tmp_path / "value")
+    with pytest.raises(ValueError, match=f"{path} is {kind}, not a file: remove it, or give"):
+        value.swap(None, b"a")
+    if not suffix:
+        with pytest.raises(ValueError, match=f"{path} is {kind}"):
+            value.read()
+
+
+def test_a_store_that_is_closed_while_it_is_asked() -> None:
+    """The close does not wait for the answer, and no connection stays."""
+    ours, theirs = socket.socketpair()
+    value = StoreValue("key", lambda: StoreClient(ours))
+    with ThreadPoolExecutor(1) as pool, theirs:
+        reading = pool.submit(value.read)
+        theirs.recv(1)
+        value.close()
+        assert not reading.done()
+        theirs.sendall((0).to_bytes(8, "little"))
+        assert reading.result(30) is None
+        assert ours.fileno() == -1
+
+
 def test_a_store_that_ends() -> None:
     """An error for the call; the next one connects again."""
     connections: list[socket.socket] = []

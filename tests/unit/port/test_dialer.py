@@ -1,6 +1,7 @@
 """Connections for calls to a listener with one port, on both event loops."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,23 @@ async def test_a_certificate_of_another_authority(tmp_path: Path) -> None:
         await exchange(good, strange)
     with pytest.raises(OSError, match=r"closed before the handshake|reset"):
         await exchange(strange, good)
+
+
+@pytest.mark.promise("security.expiry")
+async def test_a_certificate_that_has_expired(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log of the end that refuses it names the other one."""
+    authority = Authority(tmp_path)
+    with pytest.raises(TlsError, match=r"the certificate of the worker at .* has expired"):
+        await exchange(authority.tls(), authority.expired())
+    with pytest.raises(OSError, match=r"closed before the handshake|reset"):
+        await exchange(authority.expired(), authority.tls())
+    records = [each for each in caplog.records if each.levelno == logging.WARNING]
+    [warned] = [each.message for each in records if each.message.startswith("refused")]
+    start = "refused a connection from 127.0.0.1: the certificate of the caller is refused, by "
+    assert warned.startswith(start)
+    assert warned.endswith("certificate has expired")
 
 
 @pytest.mark.promise("security.tls")

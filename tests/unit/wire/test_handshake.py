@@ -1,9 +1,7 @@
 """The handshake accepts a peer that knows the secret, and rejects every replay and change."""
 
 import dataclasses
-import os
 import struct
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -23,7 +21,6 @@ from aiorpc_torch._wire.handshake import (
     encode_hello,
     is_callee_proven,
     load_introduction,
-    network_namespace,
     new_nonce,
     number_for,
     read_number,
@@ -242,18 +239,3 @@ def test_secrets_are_not_shown() -> None:
     assert SHARED.secret.hex() not in repr(SHARED)
     assert repr(SHARED.secret) not in repr(SHARED)
     assert "secret" not in repr(SHARED)
-
-
-# ── where a peer is ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_namespace_is_that_of_this_boot_and_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two machines, or two namespaces, have different ids; without /proc there is none."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert network_namespace() == f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"
-
-    def fail(path: str) -> None:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "stat", fail)
-    assert network_namespace() == ""
