@@ -18,6 +18,7 @@ from .._client.pool import AGENT_ENDED
 from .._endpoint import entry_points
 from .._endpoint.entry_points import attach_message_of, read_attach_message
 from .._peers.peers import Attachment, Event, Peer, Peers
+from .._text import printable
 from .._torch.agent import agent_generation
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.handshake import VERSION
@@ -162,8 +163,9 @@ class Attachments:
     def _record(self, peer: Peer, message: Sequence[Any]) -> None:
         version, _, epoch, is_attached, maps = message
         if version != VERSION:
+            theirs = printable(bytes(version).decode(errors="replace"))
             reason = (
-                f"it speaks {bytes(version)!r}, and this process {VERSION!r}: "
+                f"it speaks {theirs}, and this process {VERSION.decode()}: "
                 "install one version of aiorpc_torch in both"
             )
             error = WorkerUnreachable(peer.name, reason)
