@@ -66,6 +66,7 @@ def metrics(provider: Any) -> None:
     server.close()
     with observe.serve_metrics() as entered:
         assert_type(entered, MetricsServer)
+    assert_type(serve_metrics(tls=aiorpc.Tls("cert", "key", "ca")), MetricsServer)
     serve_metrics("9464")  # type: ignore[arg-type]  # pyright: ignore
     Tracing(provider)
 
