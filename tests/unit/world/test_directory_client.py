@@ -382,7 +382,7 @@ async def test_an_attempt_that_fails_after_the_end(
     attempt, client._attempt = client._attempt, None
     assert attempt is not None
     may_fail.set()
-    await until(lambda: attempt._outcome.done())
+    await until(lambda: "aiorpc-blocking" not in {each.name for each in threading.enumerate()})
     del attempt, connecting
     gc.collect()
     assert caplog.text == ""
