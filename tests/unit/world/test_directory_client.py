@@ -25,6 +25,7 @@ from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
+from tests.support.two_ends import until
 
 SOON = 30.0
 
