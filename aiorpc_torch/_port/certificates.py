@@ -138,10 +138,12 @@ class Certificate:
         done = threading.Event()
 
         def work() -> None:
-            self._look()
-            self._next_look = time.monotonic() + LOOK_INTERVAL
-            self._is_looking = False
-            done.set()
+            try:
+                self._look()
+            finally:
+                self._next_look = time.monotonic() + LOOK_INTERVAL
+                self._is_looking = False
+                done.set()
 
         try:
             _threads(work)

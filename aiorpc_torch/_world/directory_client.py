@@ -204,10 +204,10 @@ class DirectoryClient:
             except TlsError as exc:
                 raise ValueError(f"no connection to rank 0: {exc}") from exc
             except (OSError, EOFError) as exc:
-                is_final = isinstance(exc, FileNotFoundError | PermissionError) or not (
-                    self._meeting.is_movable or isinstance(exc, Blocked)
-                )  # another process listens there
-                if self.registration.rank == 0 and is_final:
+                is_refused = isinstance(exc, FileNotFoundError | PermissionError) or (
+                    not self._meeting.is_movable  # another process listens there
+                )
+                if self.registration.rank == 0 and is_refused and not isinstance(exc, Blocked):
                     raise
                 await self._pause(exc)
                 # A frozen one answers never; one with thousands of workers that start, late.
@@ -226,7 +226,7 @@ class DirectoryClient:
                 try:
                     return await self._dial(self._first_message(), seen.record, timeout)
                 except (TlsError, TimeoutError) as exc:
-                    if isinstance(exc, TlsError):
+                    if isinstance(exc, TlsError | Blocked):
                         raise
                 except (OSError, EOFError) as exc:  # refused, no route, or another program
                     is_dead = isinstance(exc, ConnectionRefusedError) or type(exc) is OSError

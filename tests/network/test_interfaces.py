@@ -1,7 +1,6 @@
 """The choice of network interfaces on machines of several, each a network namespace."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,10 +30,12 @@ def machine() -> Iterator[Machine]:
 
 def there(machine: Machine, expression: str) -> Any:
     """Evaluate an expression with the module on that machine, which needs no torch."""
-    module = Path(network.__file__)
+    package = Path(network.__file__).parents[1]
     program = f"""
-import json, socket
-import {module.stem} as network
+import json, socket, sys, types
+package = sys.modules["aiorpc_torch"] = types.ModuleType("aiorpc_torch")  # without its __init__
+package.__path__ = [{str(package)!r}]
+from aiorpc_torch._port import network
 
 def resolves_to(address):
     # The process runs one expression only, so the patch affects nothing else.
@@ -53,8 +54,7 @@ def error_of(name):
 print(json.dumps({expression}))
 """
     command = machine.inside(sys.executable, "-c", program)
-    environment = {**os.environ, "PYTHONPATH": str(module.parent)}
-    return json.loads(subprocess.check_output(command, env=environment, text=True))
+    return json.loads(subprocess.check_output(command, text=True))
 
 
 def test_the_interface_towards_a_host(machine: Machine) -> None:
