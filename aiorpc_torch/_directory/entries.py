@@ -180,12 +180,11 @@ class Entries:
 
         Not if another directory has taken over: the process enters there.
         """
+        self._members.connections.record(partial(self._go_on, process, step))
 
-        def go_on() -> None:
-            if self.is_entering(process):
-                step(process)
-
-        self._members.connections.record(go_on)
+    def _go_on(self, process: Process, step: Callable[[Process], None]) -> None:
+        if self.is_entering(process):
+            step(process)
 
     def _tell_numbers(self, process: Process) -> None:
         """Tell a process its numbers, which are recorded, and the members that it starts beside."""

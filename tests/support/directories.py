@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aiorpc_torch._directory.directory import Directory
@@ -56,6 +57,7 @@ class Process:
         self.told: set[int] = set()
         self.gone: set[int] = set()
         self.left: set[int] = set()
+        self.announced: set[int] = set()
         self.heard: list[ToWorker] = []
 
     def __repr__(self) -> str:
@@ -84,23 +86,24 @@ class Process:
                 self.say(Publish(self.address, {}, False))
             case Members(members, entering, coordinator):
                 listed = {each.name for each in members}.union(entering)
-                self.left |= {n for name, n in self.view.items() if name not in listed}
+                missing = {n for name, n in self.view.items() if name not in listed}
+                self.left |= missing & self.announced
                 self.view |= {each.name: each.worker_id for each in members}
+                self.announced |= {each.worker_id for each in members}
                 self.coordinator = coordinator
                 if not (self.own.entry or self.has_entered):
                     self.say(Confirm([], ""))
             case Moved(coordinator):
                 self.coordinator = coordinator
             case Recall():
-                numbers = self.view.items()
-                lost = [name for name, n in numbers if not self.network.is_alive(n)]
-                self.say(self.knowledge.known(lost))
+                self.say(self.known())
             case Complete():
                 self.has_entered = True
             case Add(member):
                 self.view[member.name] = member.worker_id
                 self.say(Know(member.worker_id))
             case Announce(_, number):
+                self.announced.add(number)
                 self.has_entered |= number == self.number
             case Gone(_, number):
                 self.told.add(number)
@@ -112,6 +115,11 @@ class Process:
                 self.say(Verdict(name, number, self.network.is_alive(number)))
             case Ended():
                 self.is_over = self.has_entered
+
+    def known(self) -> Known:
+        """Return what this process knows of its world."""
+        lost = [name for name, n in self.view.items() if not self.network.is_alive(n)]
+        return self.knowledge.known(lost)
 
     def end(self) -> None:
         """Let the process die, and its directory."""
@@ -172,7 +180,7 @@ class Host:
         numbers: tuple[int, int] = (0, 0),
     ) -> None:
         self.network, self.keeper = network, keeper
-        self.owners: list[Process] = []  # of the connections, by number
+        self.owners: dict[int, Process] = {}  # of the connections
         self.expiring: list[Callable[[], None]] = []
         self.writing: list[Callable[[], None]] = []
         self.held: list[Callable[[], None]] = []  # while its keeper is frozen
@@ -186,10 +194,10 @@ class Host:
         return self.keeper is not None and self.keeper.is_frozen
 
     def receive(self, connection: int, message: FromWorker) -> None:
-        self.do(lambda: self.directory.receive(connection, message))
+        self.do(partial(self.directory.receive, connection, message))
 
     def gone(self, connection: int) -> None:
-        self.do(lambda: self.directory.gone(connection))
+        self.do(partial(self.directory.gone, connection))
 
     def do(self, step: Callable[[], None]) -> None:
         if self.is_frozen:
@@ -216,8 +224,9 @@ class Host:
             owner.inbox.clear()
 
     def next_connection(self, process: Process) -> int:
-        self.owners.append(process)
-        return len(self.owners) - 1
+        number = len(self.owners)
+        self.owners[number] = process
+        return number
 
     def call_later(self, seconds: float, step: Callable[[], None]) -> None:
         self.expiring.append(step)
@@ -238,7 +247,7 @@ class Host:
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            for each in {*self.owners}:
+            for each in {*self.owners.values()}:
                 if each.host is self:
                     each.host = None
                     each.inbox.clear()
@@ -247,11 +256,14 @@ class Host:
 class Network:
     """Processes, the directories that they keep, and the one whose place it is."""
 
+    host_type = Host
+    process_type = Process
+
     def __init__(self) -> None:
         self.processes: list[Process] = []
         self.numbers = 0, 0  # those at the place
         self.hosts: list[Host] = []
-        self.host = Host(self)
+        self.host = self.host_type(self)
         self.hosts.append(self.host)
 
     @property
@@ -264,7 +276,7 @@ class Network:
 
     def claim(self, keeper: Process, known: Known | None = None, **more: Any) -> Host:
         """Let the directory of that process have the place from now on."""
-        self.host = Host(self, keeper, known, numbers=self.numbers, **more)
+        self.host = self.host_type(self, keeper, known, numbers=self.numbers, **more)
         self.hosts.append(self.host)
         return self.host
 
@@ -274,7 +286,7 @@ class Network:
                 each.close()
 
     def new_process(self, own: Registration) -> Process:
-        process = Process(self, own)
+        process = self.process_type(self, own)
         self.processes.append(process)
         process.key = f"key {len(self.processes) - 1}"
         return process

@@ -24,8 +24,7 @@ def world(size: int = 3) -> tuple[Network, list[Process]]:
 
 def take_over(network: Network, keeper: Process) -> Host:
     """Let a member keep the directory from now on, as far as it is concerned."""
-    lost = [name for name, n in keeper.view.items() if not network.is_alive(n)]
-    host = network.claim(keeper, keeper.knowledge.known(lost))
+    host = network.claim(keeper, keeper.known())
     keeper.resume()
     return host
 
