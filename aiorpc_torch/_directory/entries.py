@@ -15,6 +15,7 @@ from .registration import MAX_PROCESSES, Registration
 
 START_TIMEOUT = 60.0  # seconds from the admission of a process to its address
 ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
+JUDGE_TIMEOUT = 5.0  # seconds for a member to tell whether another one is alive: it pings it
 
 
 class Entries:
@@ -23,6 +24,7 @@ class Entries:
     def __init__(self, members: Members, numbers: tuple[int, int]) -> None:
         self._members = members
         self.count, self.joins = numbers  # of all entries, and of those under a new rank
+        self.known = 0  # the highest number of a process that has become a member
         self.first_ids = 0  # the highest worker id of the start
         self._is_open = False
         self._waiting: dict[Process, None] = {}  # in the order in which they have come
@@ -75,7 +77,8 @@ class Entries:
                 self._members.send((process,), wire.Failed(refusal))
                 continue
             self._entering[process.name] = process
-            if process.name not in self._members.named:
+            holder = self._members.named.get(process.name)
+            if holder is None or holder.worker_id == process.worker_id:
                 self._enter(process)
             else:  # also if its connection has ended: the process may be alive
                 self._ask(process)
@@ -102,27 +105,49 @@ class Entries:
 
     def _ask(self, process: Process) -> None:
         """Ask a member whether the holder of a name is alive that a process wants."""
+        process.is_doubtful = True
         holder, here = self._members.named.get(process.name), self._members.here()
-        judges = [each for each in here if each is not holder] or here
-        if holder is None or not judges:
+        if holder is None:
             self._judged(process, is_alive=False)
             return
-        judge = min(judges, key=lambda each: (each.name != self._members.keeper, each.rank))
-        process.judge = judge.connection
-        self._members.send((judge,), wire.Ask(holder.name, holder.worker_id))
+        keeper = self._members.keeper
+        judges = [each for each in here if each.connection not in process.judges]
+        if judges:
+            judge = min(judges, key=lambda each: (each is holder, each.name != keeper, each.rank))
+            process.judges.add(judge.connection)
+            self._members.send((judge,), wire.Ask(holder.name, holder.worker_id))
+            step = partial(self._expire_judge, process, judge.connection)
+            self._members.connections.call_later(JUDGE_TIMEOUT, step)
+        elif not here:  # they may connect again
+            step = partial(self._expire_doubt, process)
+            self._members.connections.call_later(JUDGE_TIMEOUT, step)
+
+    def _expire_judge(self, process: Process, connection: int) -> None:
+        """Ask another member too: the one that was asked is frozen, say."""
+        if connection in process.judges and self.is_entering(process):
+            self._ask(process)
+
+    def _expire_doubt(self, process: Process) -> None:
+        """Let a process enter if no member has come in time that can be asked."""
+        if process.is_doubtful and not process.judges and self.is_entering(process):
+            self._judged(process, is_alive=False)
 
     def judge(self, connection: int, message: wire.Verdict) -> None:
         """Hear from a member whether the holder of a name is alive."""
         process = self._entering.get(message.name)
         holder = self._members.named.get(message.name)
-        if process is None or process.judge != connection:
+        if process is None or connection not in process.judges:
             return  # a late answer
         if holder is None or holder.worker_id == message.worker_id:
             self._judged(process, is_alive=message.is_alive)
             self._admit()
+        else:  # another member has told of a later process
+            process.judges.clear()
+            self._ask(process)
 
     def _judged(self, process: Process, *, is_alive: bool) -> None:
-        process.judge = None
+        process.is_doubtful = False
+        process.judges.clear()
         if is_alive:
             self._refuse(process, taken(process.name))
         else:
@@ -206,7 +231,7 @@ class Entries:
 
     def publish(self, process: Process, message: wire.Publish) -> None:
         """Let every living member add a process that has an address, unless one is out of reach."""
-        if process.judge is not None:
+        if process.is_doubtful:
             raise ValueError("not the time for an address")
         member, others = process.publish(message.address, message.device_maps), self._members.here()
         hidden = (process.hidden_from(each.registration.namespace) for each in others)
@@ -214,6 +239,7 @@ class Entries:
             self._refuse(process, text)
             self._admit()
             return
+        self.known = max(self.known, process.registration.entry)
         replaced = self._members.named.get(process.name)
         self._members.add(process)
         if replaced is not None and self._members.disconnect(replaced):
@@ -274,20 +300,22 @@ class Entries:
         self._ask_in_place_of(before)
 
     def _ask_in_place_of(self, connection: int) -> None:
-        """Ask again what a judge was asked whose connection has ended."""
+        """Ask again what a judge was asked whose connection has ended, or what none was asked."""
         for process in [*self._entering.values()]:
-            if process.judge == connection and self._members.named:  # else all have left
+            is_unasked = process.is_doubtful and not process.judges
+            if connection in process.judges or is_unasked:
+                process.judges.discard(connection)
                 self._ask(process)
 
     def is_replacing(self, process: Process) -> bool:
         """Return whether another process enters under the name of one that was found dead."""
         other = self._entering.get(process.name, process)
-        return other is not process and other.judge is None
+        return other.worker_id != process.worker_id and not other.is_doubtful
 
-    def has_id(self, worker_id: int) -> bool:
-        """Return whether a process that enters has that worker id."""
+    def with_id(self, worker_id: int) -> list[Process]:
+        """Return the processes that enter with that worker id."""
         every = (*self._entering.values(), *self._waiting)
-        return any(each.worker_id == worker_id for each in every)
+        return [each for each in every if each.worker_id == worker_id]
 
 
 _EXHAUSTED = (

@@ -48,8 +48,10 @@ class Process:
     has_left: bool = False
     is_lost: bool = False
     """Whether it was lost for the member that told of it, when the directory moved."""
-    judge: int | None = None
-    """Connection of the member that is asked whether the holder of its name is alive."""
+    is_doubtful: bool = False
+    """Whether it is not known yet if the holder of its name is alive."""
+    judges: set[int] = field(default_factory=set)
+    """Connections of the members that are asked whether the holder of its name is alive."""
     unaware: set[int] = field(default_factory=set)
     """Connections of the members that have not added it yet."""
     name: str = field(init=False)

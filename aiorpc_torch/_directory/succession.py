@@ -123,6 +123,7 @@ class Succession:
         """Add the members that another one knows; they are not connected yet."""
         check_numbers(known)
         self._entries.learn(known.entries, known.joins, known.first_ids)
+        self._entries.known = max(self._entries.known, known.entries)
         lost, leaving = {*known.lost}, {*known.leaving}
         for each in known.members:
             held = self._members.named.get(each.name)
@@ -200,13 +201,9 @@ class Succession:
             if self.is_resuming:
                 self._resumed[process] = message.entries
             self._reopen(process, connection)
-            if message.entries > self._entries.count:  # it knows of others that have entered
+            if message.entries > self._entries.known:  # it knows of others that have entered
                 self._recall(connection)
         else:
-            self._entries.forget(process)
-            self._members.remove(process)
-            self._absent.discard(own.name)
-            self._members.disconnect(process)
             self._enter_again(connection, message)
         self.end_if_complete()
 
@@ -225,19 +222,28 @@ class Succession:
     def _enter_again(self, connection: int, message: wire.Resume) -> None:
         """Let a process enter whose entry another directory had begun: it keeps its numbers."""
         own, worker_id, entries = message.registration, message.worker_id, self._entries
-        holder = self._members.named.get(own.name)
+        key, holder = digest(message.key), self._members.named.get(own.name)
         is_replaced = holder is not None and holder.worker_id > worker_id
-        has_id = any(each.worker_id == worker_id for each in self._members.named.values())
+        every = (*self._members.named.values(), *entries.with_id(worker_id))
+        same = [each for each in every if each.worker_id == worker_id]
+        is_own = all(
+            each.name == own.name and hmac.compare_digest(each.digest, key) for each in same
+        )
         is_plausible = 0 < own.entry <= entries.count + MAX_UNKNOWN
         is_plausible &= worker_id == entries.first_ids + own.entry
         size = self._members.by_rank()[0].registration.world_size if self._members.named else 0
         most = size + entries.joins + MAX_UNKNOWN if own.joined else size
         is_plausible &= own.world_size == size and 0 <= own.rank < most
-        if not is_plausible or is_replaced or has_id or entries.has_id(worker_id):
+        if not is_plausible or is_replaced or not is_own:
             self._turn_away(connection, message, wire.Failed(taken(own.name)))  # one was quicker
             return
+        for each in same:  # it stays a member if it is one: others may have added it
+            entries.forget(each)
+            if self._members.disconnect(each):
+                entries.gone(each.connection)
+            self._absent.discard(own.name)
         entries.learn(own.entry, own.rank - own.world_size + 1 if own.joined else 0)
-        process = Process(own, digest(message.key), worker_id)
+        process = Process(own, key, worker_id)
         self._members.connect(process, connection)
         entries.wait(process)
 
