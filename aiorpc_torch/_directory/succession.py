@@ -148,7 +148,10 @@ class Succession:
         """Add what a member knows that was asked."""
         self._recalled.discard(connection)
         self._learn(known)
-        self.end_if_complete()
+        if self.is_resuming:
+            self.end_if_complete()
+        else:
+            self._entries.update(self._members.here())
 
     def forget(self, connection: int) -> None:
         """Note the end of a connection."""
@@ -203,6 +206,8 @@ class Succession:
             self._reopen(process, connection)
             if message.entries > self._entries.known:  # it knows of others that have entered
                 self._recall(connection)
+            elif not self.is_resuming:  # else it is told at the end of that
+                self._entries.update([process])
         else:
             self._enter_again(connection, message)
         self.end_if_complete()
@@ -216,8 +221,6 @@ class Succession:
         self._entries.reconnect(before, connection)
         self._absent.discard(process.name)
         process.is_lost = False
-        if not self.is_resuming:  # else it is told at the end of that
-            self._entries.update([process])
 
     def _enter_again(self, connection: int, message: wire.Resume) -> None:
         """Let a process enter whose entry another directory had begun: it keeps its numbers."""
