@@ -125,16 +125,21 @@ class Succession:
         self._entries.learn(known.entries, known.joins, known.first_ids)
         self._entries.known = max(self._entries.known, known.entries)
         lost, leaving = {*known.lost}, {*known.leaving}
+        replaced: list[int] = []
         for each in known.members:
             held = self._members.named.get(each.name)
             if held is not None and held.worker_id >= each.worker_id:
                 continue
+            if held is not None and self._members.disconnect(held):
+                replaced.append(held.connection)
             process = Process(each.registration, each.digest, each.worker_id)
             process.publish(each.address, each.device_maps)
             process.is_lost, process.is_retiring = each.name in lost, each.name in leaving
             self._members.add(process)
             if not process.is_lost:
                 self._absent.add(each.name)
+        for connection in replaced:  # its process may judge
+            self._entries.gone(connection)
 
     def _recall(self, connection: int) -> None:
         self._recalled.add(connection)
@@ -238,7 +243,9 @@ class Succession:
         most = size + entries.joins + MAX_UNKNOWN if own.joined else size
         is_plausible &= own.world_size == size and 0 <= own.rank < most
         if not is_plausible or is_replaced or not is_own:
-            self._turn_away(connection, message, wire.Failed(taken(own.name)))  # one was quicker
+            text = f"{own} was to enter, and another process has got its number meanwhile"
+            failure = wire.Failed(taken(own.name)) if is_replaced else wire.Failed(text, [])
+            self._turn_away(connection, message, failure)
             return
         for each in same:  # it stays a member if it is one: others may have added it
             entries.forget(each)
