@@ -71,7 +71,7 @@ class Directory:
     @property
     def is_isolated(self) -> bool:
         """Return whether most members have no connection: they may be alive, beyond a cut."""
-        if not self._start.is_running or self._succession.is_resuming or self._barrier.is_over:
+        if not self._start.is_running or self._succession.is_resuming or self._is_over:
             return False
         every = self._members.named.values()
         stay = [e for e in every if not (e.is_retiring or e.has_left or e.is_lost)]
@@ -82,7 +82,13 @@ class Directory:
         """Return whether the world goes on when the worker that keeps the directory leaves."""
         others = (each for each in self._members.here() if each.name != self._members.keeper)
         stay = (not (each.is_retiring or each.has_left) for each in others)
-        return self._start.is_running and not self._barrier.is_over and any(stay)
+        return self._start.is_running and not self._is_over and any(stay)
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether the world ends, or its last member has left."""
+        has_none = self._start.is_running and not self._members.named
+        return has_none or self._barrier.is_over
 
     def is_member(self, connection: int) -> bool:
         """Return whether a connection is of a member, or of one that a start has gathered."""
@@ -158,6 +164,8 @@ class Directory:
             elif not process.has_left:
                 self._members.send_all(wire.Gone(process.name, process.worker_id))
             self._barrier.leave(process)
+        elif self._members.holds(process):  # it has not entered again
+            self._members.send_all(wire.Gone(process.name, process.worker_id))
         self._entries.gone(connection)
 
     # ── who comes ───────────────────────────────────────────────────────────────────────────────
@@ -171,7 +179,7 @@ class Directory:
         own = replace(registration, entry=0, restarts=0, rank=-1 if registration.joined else rank)
         process = Process(own, digest(key))
         self._members.connect(process, connection)
-        if self.has_failed or self._barrier.is_over:
+        if self.has_failed or self._is_over:
             self._start.turn_away(process)
         elif registration.joined or self._start.is_running:
             self._entries.wait(process)
@@ -198,8 +206,8 @@ class Directory:
 
     def _resume(self, connection: int, message: wire.Resume) -> None:
         """Let a process connect again, perhaps one of a world that is not known here yet."""
-        if not self._start.is_gathering or self._barrier.is_over:
-            has_ended = not self._start.is_running or self._barrier.is_over
+        if not self._start.is_gathering or self._is_over:
+            has_ended = not self._start.is_running or self._is_over
             self._succession.resume(connection, message, has_ended=has_ended)
         elif message.is_member:
             self._survivors.add(connection, message)

@@ -67,7 +67,10 @@ class Entries:
 
     def _admit(self) -> None:
         """Let the waiting processes enter; those whose name is being claimed wait on."""
-        if not (self._is_open and self._members.named):
+        if not self._is_open:
+            return
+        if not self._members.named:
+            self._end()
             return
         for process in [*self._waiting]:
             if process.name in self._entering:
@@ -78,10 +81,17 @@ class Entries:
                 continue
             self._entering[process.name] = process
             holder = self._members.named.get(process.name)
-            if holder is None or holder.worker_id == process.worker_id:
+            if holder is None or self._members.holds(process):
                 self._enter(process)
             else:  # also if its connection has ended: the process may be alive
                 self._ask(process)
+
+    def _end(self) -> None:
+        """Refuse all: the last member has left. The others may start the next world."""
+        for each in [*self._waiting, *self._entering.values()]:
+            self.forget(each)
+            has_begun = each.worker_id >= 0
+            self._members.send((each,), wire.Failed(HAS_ENDED, []) if has_begun else wire.Ended())
 
     def _refusal(self, registration: Registration) -> str:
         """Return why a process cannot enter, "" if it can as far as the names tell."""
@@ -318,6 +328,7 @@ class Entries:
         return [each for each in every if each.worker_id == worker_id]
 
 
+HAS_ENDED = "the world that this process was entering has ended"
 _EXHAUSTED = (
     f"this world has had {MAX_PROCESSES:,} processes, its first ones and replacement processes "
     "included, and torch's worker ids have 16 bits: no further one can enter. Start a new world"

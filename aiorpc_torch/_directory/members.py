@@ -95,6 +95,11 @@ class Members:
         """Return whether that process is a member."""
         return self.named.get(process.name) is process
 
+    def holds(self, process: Process) -> bool:
+        """Return whether that process is a member, perhaps from before it connected again."""
+        held = self.named.get(process.name)
+        return held is not None and held.worker_id == process.worker_id
+
     def by_rank(self) -> Sequence[Process]:
         """Return the members in rank order: they are sorted once for each change."""
         if not self._by_rank:

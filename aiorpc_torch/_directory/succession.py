@@ -6,7 +6,7 @@ from functools import partial
 
 from . import directory_messages as wire
 from .directory_messages import FromWorker
-from .entries import Entries, taken
+from .entries import HAS_ENDED, Entries, taken
 from .members import Connections, Members, Process, digest
 from .registration import MAX_PROCESSES
 
@@ -198,8 +198,7 @@ class Succession:
         own, key = message.registration, digest(message.key)
         process = self._members.named.get(own.name)
         if has_ended or message.world != self._members.world or not message.key:
-            text = "the world that this process was entering has ended"
-            self._turn_away(connection, message, wire.Failed(text, []))
+            self._turn_away(connection, message, wire.Failed(HAS_ENDED, []))
         elif process is None or process.worker_id != message.worker_id:
             self._enter_again(connection, message)
         elif not hmac.compare_digest(process.digest, key) or self._entries.is_replacing(process):
