@@ -295,11 +295,13 @@ class Entries:
 
     def update(self, processes: Sequence[Process]) -> None:
         """Send members all that they may not have heard."""
+        processes = [each for each in processes if not self.is_entering(each)]
         added = [*self._adding.values()]
         self._members.send_list(processes, but=added)
         self._members.send_ends(processes)
         for each in added:
             assert each.member is not None
+            each.unaware.update(other.connection for other in processes)
             self._members.send(processes, wire.Add(each.member))
 
     def reconnect(self, before: int, after: int) -> None:

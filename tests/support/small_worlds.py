@@ -257,9 +257,19 @@ class SmallHost(Host):
         connections = [*connections]
         if isinstance(message, wire.Entering | wire.Announce) and connections:
             assert self is self.network.host, f"{message} of a directory that has lost its place"
+        if isinstance(message, wire.Announce):
+            self._check_announced(message)
         if isinstance(message, wire.Entering):
             self.network.note_numbers(message.own, message.worker_id)
         super().send(connections, message)
+
+    def _check_announced(self, message: wire.Announce) -> None:
+        """Check that all that are connected know a process, but for those that are named."""
+        for each in self.network.processes:
+            if each.is_running and each.is_member and each.host is self:
+                is_known = each.view.get(message.name) == message.worker_id
+                is_named = each.own.name in (message.name, *message.silent)
+                assert is_known or is_named, f"{each} does not know what is announced: {message}"
 
     def next_connection(self, process: Process) -> int:
         count = sum(each is process for each in self.owners.values())
@@ -567,7 +577,8 @@ class SmallWorld(Network):
         apart = {each.number for each in self.processes if each.died_apart}
         apart |= {each.number for each in self.processes if each.is_frozen}
         apart |= {n for name, n in member.view.items() if name in unsafe}
-        present = view - member.left - member.gone - numbers - apart
+        known = view & member.announced  # others are not called
+        present = known - member.left - member.gone - numbers - apart
         assert not present, f"{member} takes {present} for members"
 
 
