@@ -177,7 +177,7 @@ class SmallProcess(Process):
         self.end()
 
     def end_directory(self) -> None:
-        """End the directory that this process keeps, if any. If the world ends, its place is empty."""
+        """End the directory that this process keeps; if the world ends, its place is empty."""
         for each in self.network.hosts:
             if each.keeper is self and not each.is_closed:
                 each.is_in_order = True
@@ -249,9 +249,10 @@ class SmallHost(Host):
     def _receive(self, connection: int, message: FromWorker) -> None:
         try:
             self.directory.receive(connection, message)
-        except ValueError as exc:  # it was turned away, and has sent more meanwhile
-            assert str(exc) == "a connection must register first", exc
-            self.directory.gone(connection)
+        except ValueError as exc:
+            if str(exc) != "a connection must register first":
+                raise AssertionError(exc) from exc
+            self.directory.gone(connection)  # it was turned away, and has sent more meanwhile
 
     def send(self, connections: Iterable[int], message: ToWorker) -> None:
         connections = [*connections]
@@ -417,9 +418,8 @@ class SmallWorld(Network):
             "deliver": process.inbox,
             "connect": process.is_cut and self.has_directory,
             "claim": process.is_cut and not self.has_directory and self._may_claim(process),
-            "give up on": host is not None and (
-                host.is_frozen or (host.is_closed and not host.is_in_order)
-            ),
+            "give up on": host is not None
+            and (host.is_frozen or (host.is_closed and not host.is_in_order)),
             "leave": process.is_retiring,
         }
         return [(kind, process.index) for kind, is_possible in possible.items() if is_possible]
@@ -431,7 +431,9 @@ class SmallWorld(Network):
 
     def releases(self) -> list[Action]:
         frozen = [each.index for each in self.processes if each.is_frozen]
-        lost = [each.keeper.index for each in self.hosts if each.is_frozen and each is not self.host]
+        lost = [
+            each.keeper.index for each in self.hosts if each.is_frozen and each is not self.host
+        ]
         return [("thaw", each) for each in frozen] + [("end and thaw", each) for each in lost]
 
     def events(self) -> list[Action]:
@@ -440,9 +442,8 @@ class SmallWorld(Network):
         found = [each for process in self.processes for each in self._events_of(process)]
         if not self.host.is_slow and not self.host.is_closed:
             found.append(("slow", self.host.index))
-        for each in self.hosts:
-            if each.is_running and each.expiring and each.expiring[0][0] > self.clock:
-                found.append(("hurry", each.index))
+        timed = (each for each in self.hosts if each.is_running and each.expiring)
+        found += [("hurry", each.index) for each in timed if each.expiring[0][0] > self.clock]
         return [each for each in found if each[0] in self.kinds]
 
     def _events_of(self, process: SmallProcess) -> list[Action]:

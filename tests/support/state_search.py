@@ -192,11 +192,11 @@ class Flat:
 
     def _values_of(self, kind: type, value: Any) -> Iterable[Any]:
         if not hasattr(value, "__dict__"):
-            return (getattr(value, name) for name in kind.__slots__)
+            return (getattr(value, name) for name in vars(kind)["__slots__"])
         ignored = self._ignored.get(kind)
         if ignored is None:
-            return value.__dict__.values()
-        return [each for name, each in value.__dict__.items() if name not in ignored]
+            return [*vars(value).values()]
+        return [each for name, each in vars(value).items() if name not in ignored]
 
     def _name(self, value: int) -> tuple[Any, ...]:
         if (name := self._names.get(value)) is None:
