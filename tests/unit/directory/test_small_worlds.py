@@ -46,7 +46,7 @@ def test_a_process_joins_two_workers(is_fixed: bool) -> None:
 
 @pytest.mark.promise("succession.never_two", "succession.replacement")
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_replacement_process_enters(size: int, rank: int) -> None:
     explore(size, [replacing(rank, size)])
 
