@@ -141,6 +141,8 @@ class Fault:
     machines: bool = False
     is_first: bool = False
     """Whether `a` is rank 0."""
+    is_leave: bool = False
+    """Whether `a` leaves in order while the others go on."""
 
 
 def _signal(*numbers: int) -> Callable[[Members], None]:
@@ -153,6 +155,10 @@ def _signal(*numbers: int) -> Callable[[Members], None]:
 
 def _fail(members: Members) -> None:
     members.running["a"].tell("raise")
+
+
+def _leave(members: Members) -> None:
+    members.running["a"].tell("leave alone")
 
 
 def _cut(members: Members) -> None:
@@ -187,7 +193,9 @@ CUT = Fault("cut link", SILENT, SILENCE, _cut, 0, _mend, machines=True)
 OF_FIRST = tuple(
     replace(fault, name=f"{fault.name} of rank 0", is_first=True) for fault in (KILL, FREEZE, CUT)
 )
-FAULTS = (KILL, FREEZE, RAISE, BLOCK, IGNORE, MISSING, WRONG, CUT, *OF_FIRST)
+LEFT = rf"^WorkerLeft: worker 'a' has left its world{MAY_HAVE_RUN}"
+LEAVE = Fault("leave of rank 0", LEFT, STOP + SLACK, _leave, 0, is_first=True, is_leave=True)
+FAULTS = (KILL, FREEZE, RAISE, BLOCK, IGNORE, MISSING, WRONG, CUT, *OF_FIRST, LEAVE)
 
 
 def _is_cut(fault: Fault) -> bool:
@@ -255,15 +263,19 @@ def in_the_world(members: Members, fault: Fault, state: str, verdict: Verdict) -
         main.asks("make", state)
     struck = time.monotonic()
     fault.strike(members)
-    new = "until it is gone" if fault is RAISE else "now"
+    new = "until it is gone" if fault is RAISE or fault.is_leave else "now"
     ends = main.asks("ends", fault.bound + SLACK, new)
     check_ends(fault, state, verdict, ends, struck)
-    main.asks("prove")
+    main.asks("prove", "left" if fault.is_leave else "lost")
     there = [main, b]
     codes = {"main": 0, "b": 0, "a": fault.code}
     if fault.is_first:
         codes["c"] = 0
         there.append(another_enters(members, verdict, struck))
+    if fault.is_leave:
+        a.hears("leaves")
+        verdict.took(a.hears("left"), STOP + SLACK, "leaving, for a,")
+        a.hears("rest")
     if fault.heal is not None or fault.how:
         if fault.heal is not None:
             fault.heal(members)
@@ -313,7 +325,8 @@ def due(fault: Fault, state: str, name: str) -> tuple[str, float]:
         return r"^\d+$", fault.bound
     if name == "new call" and fault is RAISE:
         return LOST, fault.bound
-    if name.endswith("with a timeout") and (fault.heal is not None or fault.how):
+    is_slow = fault.heal is not None or fault.is_leave or fault.how
+    if name.endswith("with a timeout") and is_slow:
         return "^CallTimeout: ", SHORT + SLACK
     if fault.how and (state != BACKWARD or name == "backward"):
         return "", 0.0
@@ -323,7 +336,7 @@ def due(fault: Fault, state: str, name: str) -> tuple[str, float]:
 def summary(fault: Fault, state: str) -> str:
     if fault.how:
         return "goes on; CallTimeout"
-    return "WorkerLost"
+    return "WorkerLeft" if fault.is_leave else "WorkerLost"
 
 
 def part(there: list[Member], verdict: Verdict) -> None:
@@ -371,10 +384,9 @@ def stopping(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
         a.tell("leave")
     for member in (main, b):
         # With a cut link `a` has reported its leave before.
-        verdict.expect(
-            _is_cut(fault) or "did not wait for a (" in member.errors(),
-            f"{member.name} did not say that it did not wait for a",
-        )
+        text = "did not wait for a ("
+        is_fine = _is_cut(fault) or (text in member.errors()) is not fault.is_leave
+        verdict.expect(is_fine, f"{member.name}: its log is wrong about {text!r}")
     return {"main": 0, "b": 0, "a": fault.code}
 
 
@@ -410,7 +422,7 @@ def joining(members: Members, fault: Fault, state: str, verdict: Verdict) -> dic
         a.tell("fail")
     else:
         fault.strike(members)
-    two[0].asks("prove")
+    two[0].asks("prove", "lost")
     verdict.took(time.monotonic() - struck, fault.bound, "a call of the others")
     verdict.end = "the others go on"
     if fault.heal is not None:
@@ -450,7 +462,7 @@ def leaving(members: Members, fault: Fault, state: str, verdict: Verdict) -> dic
         verdict.expect(bool(re.search(told, text)), f"{name} ended with {text!r}")
         verdict.took(when - struck, bound, name)
     verdict.end = "WorkerLeft" if fault.how else "WorkerLost"
-    main.asks("prove")
+    main.asks("prove", "lost")
     if fault.heal is not None:
         fault.heal(members)
     if fault.code != KILL.code:

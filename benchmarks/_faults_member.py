@@ -105,6 +105,10 @@ class Member:
             word, *given = each
             if word == "raise":
                 raise LookupError("a's own")
+            if word == "leave alone":
+                assert self._me is not None
+                await self._me.leave()
+                return
             self.tell(word, await self._steps[word](*given))
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
@@ -137,12 +141,12 @@ class Member:
         """Return the names of the waits that have not ended."""
         return [name for name, future in self._scene.waits.items() if not future.done()]
 
-    async def _prove(self) -> None:
-        """Check that the surviving workers can call each other."""
+    async def _prove(self, how: str) -> None:
+        """Check that the others can call each other; `a` is "lost", or has "left"."""
         async with asyncio.timeout(processes.PATIENCE / 2):
             assert await call("b", hello, "main") == "HELLO"
             for proof in self._scene.proofs:
-                await proof()
+                await proof(how)
 
     async def _again(self) -> str:
         """Call `a` until it answers and has called `b`; return the answer or the last error."""

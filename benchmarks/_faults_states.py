@@ -19,6 +19,7 @@ from aiorpc_torch import (
     Round,
     RoundTimeout,
     RRef,
+    WorkerLeft,
     batched,
     call,
     create,
@@ -216,7 +217,8 @@ class Scene:
     def __init__(self) -> None:
         self.waits: dict[str, asyncio.Future[End]] = {}
         self.relics: dict[str, Callable[[], Awaitable[Any]]] = {}
-        self.proofs: list[Callable[[], Awaitable[None]]] = []
+        self.proofs: list[Callable[[str], Awaitable[None]]] = []
+        """Each is told how `a` has gone: "lost" or "left"."""
         self.kept: list[Any] = []  # tasks and objects that must live as long
 
     def here(self, name: str, awaitable: Awaitable[Any]) -> None:
@@ -270,7 +272,7 @@ async def waiting_batch(scene: Scene) -> None:
     scene.relics["on b: no item of a waits"] = remote(gate).cancelled
     mine = asyncio.create_task(remote(far).waiting(1))
     await _has_begun(near, far)
-    scene.proofs.append(lambda: _complete(far, mine))
+    scene.proofs.append(lambda _: _complete(far, mine))
 
 
 async def _has_begun(*rrefs: RRef[Any]) -> None:
@@ -301,7 +303,7 @@ async def forming_round(scene: Scene) -> None:
     scene.relics["on b: no contribution of a is there"] = remote(gate).cancelled
     mine = asyncio.create_task(remote(far).total(1))
     await _has_begun(near, far)
-    scene.proofs.append(lambda: _go_round(far, mine))
+    scene.proofs.append(lambda _: _go_round(far, mine))
 
 
 async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
@@ -319,13 +321,13 @@ async def supervised_object(scene: Scene) -> None:
     scene.here("call", remote(gate).passed())
     scene.from_b("call", end_on, gate.rref, "passed")
     await remote(gate).entered(2)
-    scene.proofs.append(lambda: _waits(gate))
+    scene.proofs.append(lambda how: _is_not_sent(gate, how))
 
 
-async def _waits(gate: Supervised[Gate]) -> None:
-    """Check that a call waits within its timeout, and is not sent."""
+async def _is_not_sent(gate: Supervised[Gate], how: str) -> None:
+    """Check that a call is not sent: it waits within its timeout, unless the worker has left."""
     end = await asyncio.gather(remote(gate, timeout=SHORT).entered(0), return_exceptions=True)
-    assert isinstance(end[0], CallTimeout), end
+    assert isinstance(end[0], WorkerLeft if how == "left" else CallTimeout), end
     assert end[0].may_have_run is False, end
 
 

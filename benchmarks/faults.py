@@ -1,4 +1,4 @@
-"""What happens to a world when one of its workers is lost, in each state of the world?
+"""What happens to a world when one of its workers is lost or leaves, in each of its states?
 
 Each cell of the table runs three workers in processes of their own: `a`, `b` and `main`. A fault is
 injected into `a` while the world is in a state. Calls that wait for `a` must fail with the

@@ -51,8 +51,9 @@ def test_some_cells() -> None:
 @pytest.mark.slow
 def test_some_cells_of_rank_0() -> None:
     """Another process enters without it."""
-    done = play("kill -9 of rank 0", "SIGSTOP of rank 0", "pending call", "stopping")
-    assert "4 cells in" in done.stdout
+    words = ["kill -9 of rank 0", "SIGSTOP of rank 0", "leave of rank 0"]
+    done = play(*words, "pending call", "stopping")
+    assert "6 cells in" in done.stdout
     assert "0 failed" in done.stdout
 
 
