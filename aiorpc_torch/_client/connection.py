@@ -508,7 +508,7 @@ class Connection(Channel):
         self._carriers.close()
         if error is None or self._error is not None:
             self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
-        elif self.is_local:
+        elif self.is_local or not isinstance(error, TimeoutError):  # its process has ended
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:
             self._lose_path(f"its connection has ended: {error}")
@@ -531,5 +531,7 @@ class Connection(Channel):
 
     async def _judge_path(self, reason: str) -> None:
         await self._observer.wait_until_probed(self.peer.name)
+        if self._peer.is_lost and self._peer.error is not None:
+            self._finish(self._peer.error)
         reason = f"{reason}. It is alive, and the next call connects again"
         self._finish(WorkerUnreachable(self.peer.name, reason, may_have_run=True))

@@ -129,7 +129,7 @@ class Introductions:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
-                if not isinstance(exc, TimeoutError):  # the listener may be closed
+                if isinstance(exc, ConnectionError):  # the listener may be closed
                     peer.introduction = None
             await asyncio.sleep(delay)
         raise WorkerUnreachable(

@@ -234,10 +234,13 @@ def _transport_failure(exc: BaseException, place: Place) -> _Failure:
     remedies = []
     if not place.has_tls:
         remedies.append(f"if it uses TLS, write {URL_WITH_TLS}")
-    elif not place.cert:
-        remedies.append("if it asks for a certificate, add cert= and key= to the URL")
     else:
-        remedies.append(f"it may refuse the certificate, cert={place.cert}: has that expired?")
+        remedies.append("if it does not use TLS, leave out all of ca=, cert=, key= and tls=")
+        if not place.cert:
+            remedies.append("if it asks for a certificate, add cert= and key= to the URL")
+        else:
+            text = f"it may refuse the certificate, cert={place.cert}: has that expired?"
+            remedies.append(text)
     if not place.user:
         remedies.append(f"if it has users, write {URL_WITH_USER}")
     text = "; ".join(["it closed the connection without an answer", *remedies])

@@ -157,7 +157,7 @@ async def _work(peer: str) -> None:
     tell("lost")
     await told()  # the link is whole
     start, tries = time.monotonic(), 1
-    while (await outcome("try", remote(counter, timeout=0.3).aadd(100)))[1].startswith("CallT"):
+    while not (await outcome("try", remote(counter, timeout=0.3).aadd(100)))[1].isdigit():
         tries += 1
     tell("resumed", time.monotonic() - start)
     start = time.monotonic()
