@@ -30,7 +30,7 @@ from ._world import launch
 TRANSPORTS = ("uv", "shm")
 TRIAL_TIMEOUT = 120.0  # seconds for a world of two, two starts of Python included
 CONNECT_TIMEOUT = 2.0  # seconds
-FEW_FILES = 4096
+FEW_FILES = 4096  # the hard limit of some containers: for 77 workers on several hosts
 
 
 class Finding(NamedTuple):
@@ -96,7 +96,8 @@ def limits() -> Finding:
     few = 0 <= hard < FEW_FILES
     enough_for = max(hard - OTHER_FILES, 0) // FILES_OF_PEER + 1
     remedy = f"raise the hard limit for worlds of more than {enough_for} workers on several hosts"
-    text = f"at most {soft}, which a world raises up to {hard} as it needs"
+    most = "without a limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
+    text = f"at most {soft}, which a world raises as it needs, {most}"
     return Finding("open files", text, f"{remedy}: ulimit -Hn 65536" if few else "")
 
 

@@ -31,6 +31,8 @@ def printable_parts(value: Any) -> Any:
     """Return a value of a message, with all text in its lists and dicts made printable."""
     if isinstance(value, str):
         return printable(value)
+    if not value:
+        return value
     if isinstance(value, list):
         return [*map(printable_parts, value)]
     if isinstance(value, dict):

@@ -140,8 +140,8 @@ class WorkerUnreachable(WorkerGone):
     """Failed connection: the worker may be alive, and this process cannot connect to it.
 
     The call was not sent, and the reason names an address to open, a certificate, or what is
-    missing at the worker. Or a connection between hosts has failed while the worker is alive. The
-    next call connects again, and calls on that connection may have run.
+    missing at the worker. Or a connection between hosts carries nothing any more, though the worker
+    is alive: its calls may have run, and the next call connects again.
     """
 
     may_have_run = False

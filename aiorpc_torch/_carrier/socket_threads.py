@@ -50,7 +50,6 @@ class _SocketThreads:
         self._failed = failed
         self._most = SOCKETS
         self._sockets: list[socket.socket] = []
-        self._flows: dict[socket.socket, Flow] = {}
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -79,17 +78,6 @@ class _SocketThreads:
         except RuntimeError as exc:
             sock.close()
             self._failed(exc)
-
-    def silence(self) -> float:
-        """Return the longest time for which bytes that were sent are missing, in seconds."""
-        known, self._flows, now = self._flows, {}, time.monotonic()
-        longest = 0.0
-        for sock in [*self._sockets]:
-            flow = self._flows[sock] = known.get(sock) or Flow()
-            info = None if sock.family == socket.AF_UNIX else read_flow(sock)
-            if info is not None:
-                longest = max(longest, flow.silence(info, now))
-        return longest
 
     def close(self) -> None:
         """End the threads, also those that send or receive."""
@@ -135,6 +123,7 @@ class SocketSender(_SocketThreads):
     def __init__(self, ended: Callable[[OutgoingTransfer], object], failed: Failed) -> None:
         super().__init__("aiorpc-send", failed)
         self._ended = ended
+        self._flows: dict[socket.socket, Flow] = {}
         self._transfers: queue.SimpleQueue[OutgoingTransfer | None] = queue.SimpleQueue()
 
     def send(self, transfer: OutgoingTransfer) -> None:
@@ -148,6 +137,17 @@ class SocketSender(_SocketThreads):
             if (descriptor := sock.fileno()) >= 0:
                 poller.register(descriptor, select.POLLRDHUP)
         return bool(poller.poll(0))
+
+    def silence(self) -> float:
+        """Return the longest time for which bytes that were sent are missing, in seconds."""
+        known, self._flows, now = self._flows, {}, time.monotonic()
+        longest = 0.0
+        for sock in [*self._sockets]:
+            flow = self._flows[sock] = known.get(sock) or Flow()
+            info = None if sock.family == socket.AF_UNIX else read_flow(sock)
+            if info is not None:
+                longest = max(longest, flow.silence(info, now))
+        return longest
 
     def close(self) -> None:
         super().close()

@@ -113,7 +113,7 @@ class Connection(Channel):
         self._state = self._sender.state
         self._introductions: Introductions | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._judging: asyncio.Task[None] | None = None
+        self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
         self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts

@@ -10,10 +10,13 @@ from .._text import printable, printable_parts
 
 MAX_PROCESSES = 1 << 15  # of a world in its life: torch's worker ids have 16 bits, with a sign
 
+_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
+_TEXTS = ("version", "device_maps", "namespace", "endpoint", "host")
+
 
 def check_worker_name(name: str) -> None:
     """Raise ValueError for a name that torch does not take."""
-    if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
+    if not _NAME.fullmatch(name):
         raise ValueError(
             "a worker's name must be 1 to 127 letters, digits, '-', '_' or ':', "
             f"got '{printable(name, 200)}'"
@@ -56,8 +59,9 @@ class Registration:
 
     def __post_init__(self) -> None:
         check_worker_name(self.name)
-        for each in ("version", "device_maps", "namespace", "endpoint", "host"):
-            object.__setattr__(self, each, printable_parts(getattr(self, each)))
+        for each in _TEXTS:  # a worker of a large world reads thousands: none is set in vain
+            if (shown := printable_parts(found := getattr(self, each))) != found:
+                object.__setattr__(self, each, shown)
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}, " if self.rank >= 0 else ""  # none before it has joined

@@ -8,7 +8,7 @@ from . import directory_messages as wire
 from .directory_messages import FromWorker
 from .entries import HAS_ENDED, Entries, taken
 from .members import Connections, Members, Process, digest
-from .registration import MAX_PROCESSES
+from .registration import MAX_PROCESSES, Registration
 
 RESUME_TIMEOUT = 2.0  # seconds for the members to connect to a directory that has taken over
 ANSWER_TIMEOUT = 2.0  # seconds for a survivor to tell what it knows
@@ -237,12 +237,7 @@ class Succession:
         is_own = all(
             each.name == own.name and hmac.compare_digest(each.digest, key) for each in same
         )
-        is_plausible = 0 < own.entry <= entries.count + MAX_UNKNOWN
-        is_plausible &= worker_id == entries.first_ids + own.entry
-        size = self._members.by_rank()[0].registration.world_size if self._members.named else 0
-        most = size + entries.joins + MAX_UNKNOWN if own.joined else size
-        is_plausible &= own.world_size == size and 0 <= own.rank < most
-        if not is_plausible or is_replaced or not is_own:
+        if not self._is_possible(own, worker_id) or is_replaced or not is_own:
             text = f"{own} was to enter, and another process has got its number meanwhile"
             failure = wire.Failed(taken(own.name)) if is_replaced else wire.Failed(text, [])
             self._turn_away(connection, message, failure)
@@ -256,6 +251,15 @@ class Succession:
         process = Process(own, key, worker_id)
         self._members.connect(process, connection)
         entries.wait(process)
+
+    def _is_possible(self, own: Registration, worker_id: int) -> bool:
+        """Return whether another directory of this world may have given these numbers."""
+        entries, members = self._entries, self._members.by_rank()
+        size = members[0].registration.world_size if members else 0
+        most = size + entries.joins + MAX_UNKNOWN if own.joined else size
+        is_entry = 0 < own.entry <= entries.count + MAX_UNKNOWN
+        has_id = worker_id == entries.first_ids + own.entry
+        return is_entry and has_id and own.world_size == size and 0 <= own.rank < most
 
     def _turn_away(self, connection: int, message: wire.Resume, failure: wire.Failed) -> None:
         answer = wire.Ended() if message.is_member else failure

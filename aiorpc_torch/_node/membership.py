@@ -326,8 +326,10 @@ class Membership:
             self._ping(peer)
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
-            if self._peers.address_elsewhere(peer):  # perhaps a link is cut
-                retry_soon_to(peer.member.address, self._peers.own.member.address)
+        # Perhaps a link is cut: then many are lost at once, and all descriptors are looked at once.
+        elsewhere = [peer.member.address for peer, _ in lost if self._peers.address_elsewhere(peer)]
+        if elsewhere:
+            retry_soon_to(elsewhere, self._peers.own.member.address)
         self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:

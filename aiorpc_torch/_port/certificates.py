@@ -61,6 +61,9 @@ class Loaded(NamedTuple):
     @classmethod
     def of(cls, files: Files) -> "Loaded":
         """Read the files. Raises ValueError if one cannot be used; it names the file."""
+        for each in files:
+            with reading(f"tls: {each}"):
+                read_regular(each)  # OpenSSL does not tell which one is missing
         server = _context(ssl.PROTOCOL_TLS_SERVER, files)
         # A ticket is never used, and one that is not read resets a connection as it is closed.
         server.num_tickets = 0
@@ -188,9 +191,6 @@ def _context(side: int, files: Files) -> ssl.SSLContext:
     found.check_hostname = False
     found.verify_mode = ssl.CERT_REQUIRED
     found.minimum_version = ssl.TLSVersion.TLSv1_3
-    for each in files:
-        with reading(f"tls: {each}"):
-            read_regular(each)  # OpenSSL does not tell which one is missing
     with reading(f"tls: {files.ca}"):
         found.load_verify_locations(files.ca)
     with reading(f"tls: {files.cert} with the key in {files.key}"):

@@ -73,12 +73,6 @@ def world(place: Place, size: int = 3, **more: Any) -> list[Mover]:
     return workers
 
 
-def leave(worker: Mover) -> None:
-    """Let a worker leave while the others go on, and wait for its end."""
-    worker.ask("leave")
-    assert worker.process.wait(30.0) == 0, worker.errors()
-
-
 @pytest.mark.slow
 @pytest.mark.promise("succession.takeover")
 @pytest.mark.parametrize("end", ["kill", "freeze", "leave"])
@@ -87,13 +81,7 @@ def test_the_coordinator_ends(place: Place, end: str) -> None:
     first, *others = world(place)
     others[0].tell("keep calling", "w2", 2.0)
     start = time.monotonic()
-    match end:
-        case "kill":
-            first.kill()
-        case "freeze":
-            first.freeze()
-        case _:
-            leave(first)
+    first.end_by(end)
     if not place.is_movable:
         if end == "freeze":
             first.thaw()
@@ -144,10 +132,7 @@ def test_a_coordinator_with_port_and_tls_ends(tmp_path: Path, kind: str, end: st
         for rank, each in enumerate((first, *others)):
             assert each.hear("in") == [rank, 0, "w0"]
         others[0].tell("begin calling", "w2")
-        if end == "kill":
-            first.kill()
-        else:
-            leave(first)
+        first.end_by(end)
         if not place.is_movable:
             others.append(place.start("w0", 0, **own["w0"]))
             assert others[-1].hear("in") == [0, 1 if end == "kill" else 0, "w0"]

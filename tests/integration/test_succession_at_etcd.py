@@ -62,11 +62,12 @@ class World:
             if {first} == {*others}:
                 return str(first)
 
-    def freeze_etcd(self) -> None:
+    @contextlib.contextmanager
+    def frozen_etcd(self) -> Iterator[None]:
+        """Freeze all members of etcd during the block."""
         for each in self.etcd.members:
             each.send(signal.SIGSTOP)
-
-    def thaw_etcd(self) -> None:
+        yield
         for each in self.etcd.members:
             each.send(signal.SIGCONT)
 
@@ -108,10 +109,9 @@ def test_a_member_of_etcd_is_killed(world: World, is_leader: bool, is_at_once: b
 def test_etcd_freezes_for_less_than_the_lease(world: World) -> None:
     """The directory stays where it is; a process that came meanwhile enters after the thaw."""
     world.start(LONG)
-    world.freeze_etcd()
-    joined = world.join("a")
-    world.workers["w0"].ask("keep calling", "w2", PAUSE)
-    world.thaw_etcd()
+    with world.frozen_etcd():
+        joined = world.join("a")
+        world.workers["w0"].ask("keep calling", "w2", PAUSE)
     assert joined.hear("in") == [3, 0, "w0"]
     assert world.coordinator() == "w0"
     assert "the directory ends" not in world.workers["w0"].errors()
@@ -122,12 +122,11 @@ def test_etcd_freezes_for_less_than_the_lease(world: World) -> None:
 def test_etcd_freezes_for_longer_than_the_lease(world: World) -> None:
     """The directory closes, and after the thaw one is there again."""
     world.start(SHORT)
-    world.freeze_etcd()
-    joined = world.join("a")
-    world.workers["w0"].logs("the directory ends, and moves to another worker")
-    world.workers["w1"].ask("call", "w2")
-    assert not joined.has_said("in")
-    world.thaw_etcd()
+    with world.frozen_etcd():
+        joined = world.join("a")
+        world.workers["w0"].logs("the directory ends, and moves to another worker")
+        world.workers["w1"].ask("call", "w2")
+        assert not joined.has_said("in")
     assert joined.hear("in")[0] == 3
     world.coordinator()
     world.check()
@@ -137,10 +136,9 @@ def test_etcd_freezes_for_longer_than_the_lease(world: World) -> None:
 def test_etcd_thaws_before_the_directory_has_closed(world: World) -> None:
     """The answer to a renewal that is later than the lease lets no process enter."""
     world.start(SHORT)
-    world.freeze_etcd()
-    joined = world.join("a")
-    world.workers["w0"].ask("keep calling", "w2", PAUSE)
-    world.thaw_etcd()
+    with world.frozen_etcd():
+        joined = world.join("a")
+        world.workers["w0"].ask("keep calling", "w2", PAUSE)
     assert joined.hear("in")[0] == 3
     world.coordinator()
     world.check()
@@ -150,11 +148,10 @@ def test_etcd_thaws_before_the_directory_has_closed(world: World) -> None:
 def test_rank_0_is_killed_while_etcd_is_frozen(world: World) -> None:
     """Another worker takes the directory over after the thaw."""
     world.start(SHORT)
-    world.freeze_etcd()
-    world.kill("w0")
-    joined = world.join("a")
-    world.workers["w2"].ask("keep calling", "w1", PAUSE)
-    world.thaw_etcd()
+    with world.frozen_etcd():
+        world.kill("w0")
+        joined = world.join("a")
+        world.workers["w2"].ask("keep calling", "w1", PAUSE)
     assert joined.hear("in")[0] == 3
     assert world.coordinator() in ("w1", "w2")
     world.check()

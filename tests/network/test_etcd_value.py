@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -549,41 +549,50 @@ def test_tls(tmp_path: Path) -> None:
             cluster.value().read()
 
 
-@needs_etcd
-def test_tls_with_certificates_of_clients(tmp_path: Path) -> None:
-    """etcd refuses a client without one."""
-    authority = Named(tmp_path)
+class Asking(NamedTuple):
+    """A cluster that asks for certificates, and a value of a client that has one."""
+
+    cluster: Cluster
+    authority: Authority
+    value: EtcdValue
+    ca: str
+    own: str
+    """File with the client's certificate."""
+
+
+@contextlib.contextmanager
+def asking_for_certificates(folder: Path, name: str) -> Iterator[Asking]:
+    authority = Named(folder)
     cert, key, ca = authority.files()
-    own, own_key, _ = authority.files("worker of a team")
+    own, own_key, _ = authority.files(name)
     options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
-    query = f"?ca={ca}&cert={own.replace(' ', '%20')}&key={own_key.replace(' ', '%20')}"
-    member = Member(tmp_path / "m0", (*options, "--client-cert-auth"), "https")
+    query = f"?ca={ca}&cert={own}&key={own_key}".replace(" ", "%20")
+    member = Member(folder / "m0", (*options, "--client-cert-auth"), "https")
     with running(member, query=query) as cluster:
         value = cluster.value(query=query)
         assert value.swap(None, b"1")
-        assert value.swap(b"1", b"2")
+        yield Asking(cluster, authority, value, ca, own)
+
+
+@needs_etcd
+def test_tls_with_certificates_of_clients(tmp_path: Path) -> None:
+    """etcd refuses a client without one."""
+    with asking_for_certificates(tmp_path, "worker of a team") as etcd:
+        assert etcd.value.swap(b"1", b"2")
         with pytest.raises(OSError, match="cert= and key="):
-            cluster.value(query=f"?ca={ca}").read()
+            etcd.cluster.value(query=f"?ca={etcd.ca}").read()
 
 
 @needs_etcd
 @pytest.mark.promise("security.renewal")
 def test_files_of_the_url_that_are_renewed(tmp_path: Path) -> None:
     """Each request reads them. An error names the side whose certificate has expired."""
-    authority = Named(tmp_path)
-    cert, key, ca = authority.files()
-    own, own_key, _ = authority.files("own")
-    options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
-    query = f"?ca={ca}&cert={own}&key={own_key}"
-    member = Member(tmp_path / "m0", (*options, "--client-cert-auth"), "https")
-    with running(member, query=query) as cluster:
-        value = cluster.value(query=query)
-        assert value.swap(None, b"1")
-        authority.files("own", days=-1)
-        with pytest.raises(OSError, match=rf"refuses? the certificate, cert={own}"):
-            value.read()
-        authority.files("own")
-        assert value.read() == b"1"
+    with asking_for_certificates(tmp_path, "own") as etcd:
+        etcd.authority.files("own", days=-1)
+        with pytest.raises(OSError, match=rf"refuses? the certificate, cert={etcd.own}"):
+            etcd.value.read()
+        etcd.authority.files("own")
+        assert etcd.value.read() == b"1"
 
 
 @needs_etcd

@@ -98,14 +98,7 @@ def test_the_coordinator_ends(
         for rank, each in enumerate((first, *others)):
             assert each.hear("in") == [rank, 0, "w0"]
         others[0].tell("begin calling", "w2")
-        match end:
-            case "kill":
-                first.kill()
-            case "freeze":
-                first.freeze()
-            case _:
-                first.ask("leave")
-                assert first.process.wait(PATIENCE) == 0, first.errors()
+        first.end_by(end)
         if not world.is_movable:
             if end == "freeze":
                 first.thaw()

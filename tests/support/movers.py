@@ -121,6 +121,15 @@ class Mover:
         self.process.kill()
         self.process.wait(PATIENCE)
 
+    def leave(self) -> None:
+        """Let it leave while the others go on, and wait for its end."""
+        self.ask("leave")
+        assert self.process.wait(PATIENCE) == 0, self.errors()
+
+    def end_by(self, how: str) -> None:
+        """Let it be killed, freeze or leave."""
+        {"kill": self.kill, "freeze": self.freeze, "leave": self.leave}[how]()
+
     def __enter__(self) -> Self:
         return self
 

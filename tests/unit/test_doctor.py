@@ -101,6 +101,7 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "more than 26 workers" in doctor.limits().remedy
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
     assert not doctor.limits().remedy
+    assert doctor.limits().text == "at most 1024, which a world raises as it needs, without a limit"
 
 
 def test_a_transport_that_does_not_exist() -> None:
