@@ -135,13 +135,13 @@ def run_plain(words: list[str], scratch: str) -> None:
     options = plain.arguments(words)
     nprocs = options.trainers + 1
     spawn(  # type: ignore[no-untyped-call]
-        worker_of_plain, (plain.free_port(), options, scratch), nprocs=nprocs
+        worker_of_plain, (options, scratch), nprocs=nprocs
     )
 
 
-def worker_of_plain(rank: int, port: int, options: argparse.Namespace, scratch: str) -> None:
+def worker_of_plain(rank: int, options: argparse.Namespace, scratch: str) -> None:
     spans = timed(plain, "serve")
-    plain.run(rank, port, options, TRANSPORTS)
+    plain.run(rank, options, f"{scratch}/store", TRANSPORTS)
     write(scratch, rank, spans)
 
 

@@ -10,7 +10,7 @@ other's graph has saved.
 import argparse
 import multiprocessing
 import os
-import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,11 +80,9 @@ def evaluate(ps: RRef[ParameterServer], test: Images) -> float:
     return right / len(test.labels)
 
 
-def work(rank: int, port: int, options: argparse.Namespace) -> None:
+def work(rank: int, options: argparse.Namespace, where: str) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
-    backend = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=MINUTES
-    )
+    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{where}", rpc_timeout=MINUTES)
     name = "trainer" if rank else "ps"
     rpc.init_rpc(  # type: ignore[no-untyped-call]
         name, rank=rank, world_size=2, rpc_backend_options=backend
@@ -96,15 +94,14 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     print(f"data: {prepare(options.data)}", flush=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=work, args=(rank, port, options)) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with tempfile.TemporaryDirectory() as folder:
+        args = options, f"{folder}/store"
+        workers = [spawn.Process(target=work, args=(rank, *args)) for rank in (0, 1)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if any(worker.exitcode for worker in workers):
         raise SystemExit("a worker has failed")
 

@@ -9,7 +9,7 @@ kept and not copied, what arrives becomes the trainer's model, and running stati
 
 import argparse
 import os
-import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -95,17 +95,15 @@ def run_trainer(ps: Any, rank: int, options: argparse.Namespace) -> None:
 
 
 def run(
-    rank: int, port: int, options: argparse.Namespace, transports: list[str] | None = None
+    rank: int, options: argparse.Namespace, where: str, transports: list[str] | None = None
 ) -> None:
     """Be the worker of that rank."""
-    where = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}", _transports=transports
-    )
+    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{where}", _transports=transports)
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     name = f"trainer{rank}" if rank else PS
     rpc.init_rpc(  # type: ignore[no-untyped-call]
-        name, rank=rank, world_size=options.trainers + 1, rpc_backend_options=where
+        name, rank=rank, world_size=options.trainers + 1, rpc_backend_options=backend
     )
     if rank == 0:
         serve(options)
@@ -136,15 +134,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 if __name__ == "__main__":
     options = arguments()
-    spawn(  # type: ignore[no-untyped-call]
-        run, (free_port(), options), nprocs=options.trainers + 1
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(  # type: ignore[no-untyped-call]
+            run, (options, f"{folder}/store"), nprocs=options.trainers + 1
+        )

@@ -149,6 +149,13 @@ class Program:
         process, step = self.expect(rf"{name}, process (\d+), begins at step (\d+)").groups()
         return int(process), int(step)
 
+    def kill(self, process: int) -> None:
+        """Kill one of its processes."""
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            raise AssertionError(f"it has ended: {''.join(self.lines)}\n{self.errors}") from None
+
     def end(self, timeout: float = 60.0) -> int:
         assert self.process.stdout is not None
         self.lines += self.process.stdout.readlines()
@@ -207,7 +214,7 @@ def test_a_killed_trainer_comes_back(tmp_path: Path) -> None:
     with running(tmp_path, "--timeout", "1", "--iterations", "60") as program:
         first, _ = program.begun("trainer1")
         program.expect(r"step 3: ")
-        os.kill(first, signal.SIGKILL)
+        program.kill(first)
         program.expect(r"step \d+: loss [\d.]+ of trainer2$")
         second, later = program.begun("trainer1")
         assert second != first
@@ -222,7 +229,7 @@ def test_a_killed_trainer_is_missed(tmp_path: Path) -> None:
     words = ("--restart", "0", "--timeout", "0.2", "--iterations", "10")
     with running(tmp_path, *words) as program:
         process, _ = program.begun("trainer1")
-        os.kill(process, signal.SIGKILL)
+        program.kill(process)
         assert program.end() == 1, program.errors
     assert "WorkerLost: worker 'trainer1' is lost" in program.errors
     assert "last of 10" in "".join(program.lines)

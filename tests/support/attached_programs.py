@@ -19,7 +19,6 @@ import torch
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from tests.support.example_programs import free_port
 
 Sizes = dict[str, Any]
 
@@ -36,7 +35,7 @@ PROCESSES = {"cartpole": 3, "reinforce": 3, "parameter_server": 3, "mnist": 2}
 IN_TORCH_CONTEXTS = {"forward"}  # of mnist: such a call is torch's own
 
 
-def run_attached(rank: int, program: str, where: Any, options: Namespace) -> None:
+def run_attached(rank: int, program: str, where: str, options: Namespace) -> None:
     """Run one process of a program, attached between `init_rpc` and the end of `shutdown`."""
     module = importlib.import_module(f"examples._reference.{program}")
     init_rpc, rpc_sync, shutdown = rpc.init_rpc, rpc.rpc_sync, rpc.shutdown
@@ -62,9 +61,8 @@ def run_attached(rank: int, program: str, where: Any, options: Namespace) -> Non
 
     rpc.init_rpc, rpc.rpc_sync = init_and_attach, call_in_turn  # type: ignore[assignment]
     rpc.shutdown = shut_down_and_leave  # type: ignore[assignment]
-    args = (where, options) if type(where) is int else (options, where)
     try:
-        getattr(module, ENTRIES.get(program, "run"))(rank, *args)
+        getattr(module, ENTRIES.get(program, "run"))(rank, options, where)
     finally:
         print(f"rank {rank} has awaited {awaited} calls", flush=True)
 
@@ -73,16 +71,13 @@ def main(program: str) -> None:
     """Run all processes of a program."""
     with tempfile.TemporaryDirectory() as folder:
         options = Namespace(**OPTIONS[program])
-        where: Any = f"{folder}/store"
         if program == "mnist":
             from examples._mnist import prepare
 
             options.data = Path(folder)
             prepare(options.data)
-        if program in ("mnist", "parameter_server"):
-            where = free_port()
         torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
-            run_attached, (program, where, options), nprocs=PROCESSES[program]
+            run_attached, (program, f"{folder}/store", options), nprocs=PROCESSES[program]
         )
 
 

@@ -265,9 +265,13 @@ class SmallHost(Host):
         super().send(connections, message)
 
     def _check_announced(self, message: wire.Announce) -> None:
-        """Check that all that are connected know a process, but for those that are named."""
+        """Check that all that are connected know a process, but for those that are named.
+
+        One that was replaced connects again only to learn that its world is over.
+        """
         for each in self.network.processes:
-            if each.is_running and each.is_member and each.host is self:
+            is_connected = each.host is self and self.directory.is_member(each.connection)
+            if is_connected and each.is_running and each.is_member:
                 is_known = each.view.get(message.name) == message.worker_id
                 is_named = each.own.name in (message.name, *message.silent)
                 assert is_known or is_named, f"{each} does not know what is announced: {message}"
