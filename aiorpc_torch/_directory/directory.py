@@ -142,7 +142,8 @@ class Directory:
                 self._members.send(others, wire.Left(process.name, process.worker_id))
             case wire.Leave(departs):
                 process.has_left = True
-                if departs and self._start.is_running and self._members.has(process):
+                departs = departs and self._start.is_running and self._members.has(process)
+                if departs and not self._succession.is_resuming:  # else once all are here to hear
                     self._members.remove(process)
             case wire.Exit():
                 if not (self._start.is_running and self._members.has(process)):

@@ -173,7 +173,7 @@ class Succession:
         if not self.is_resuming:
             return
         for each in [*self._members.named.values()]:
-            if each.is_retiring and not each.is_open:
+            if each.is_retiring and (each.has_left or not each.is_open):
                 self._members.remove(each)
                 self._members.send_all(wire.Left(each.name, each.worker_id))
         # Not the list of all members to all of them.

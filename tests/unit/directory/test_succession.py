@@ -7,10 +7,12 @@ from aiorpc_torch._directory.directory_messages import (
     Ended,
     Entering,
     Failed,
+    Leave,
     Members,
     Moved,
     Recall,
     Resume,
+    Retire,
 )
 from tests.support.directories import Host, Network, Process, registration, start
 
@@ -111,6 +113,30 @@ def test_a_member_takes_the_directory_over() -> None:
     assert (waiting.own.rank, waiting.number) == (4, 4)
     assert second.view == third.view == joined.view == waiting.view
     assert first.number in second.gone
+
+
+@pytest.mark.promise("succession.takeover")
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_member_leaves_before_all_are_at_the_next_directory(is_open: bool) -> None:
+    """Those that connect after it hear of it, though its connection may end even later."""
+    network, [first, second, third, fourth] = world(4)
+    first.end()
+    for each in (second, third, fourth):
+        each.cut()
+    take_over(network, second)
+    third.resume()
+    network.settle()
+    third.say(Retire())
+    third.say(Leave(True))
+    if not is_open:
+        third.end()
+    fourth.resume()
+    network.settle()
+    assert fourth.coordinator == "w1"
+    assert third.number in fourth.left
+    joined = network.join("w2")
+    network.settle()
+    assert joined.has_entered
 
 
 @pytest.mark.promise("succession.replacement")
