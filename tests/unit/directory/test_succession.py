@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._directory.directory_messages import (
+    Ask,
     Ended,
     Entering,
     Failed,
@@ -70,6 +71,45 @@ def test_a_judge_that_connects_again_is_asked_again() -> None:
     first.resume()
     network.settle()
     network.directory.gone(old)
+    network.settle()
+    assert back.has_entered
+
+
+@pytest.mark.promise("joining.cut")
+def test_the_first_member_that_connects_again_is_asked_for_a_name() -> None:
+    """While none is connected none is asked, and the holder of the name may be alive."""
+    network, processes = world()
+    for each in processes:
+        each.cut()
+    back = network.register(registration(2, pid=99))
+    processes[0].resume()
+    network.settle()
+    assert isinstance(back.last, Failed)
+    assert "the first one is alive" in back.last.text
+
+
+@pytest.mark.promise("succession.numbers")
+def test_a_member_tells_of_a_process_that_has_entered_while_its_name_is_claimed() -> None:
+    """The answer of one that has not heard of that is of the process before."""
+    network, [first, second, third, fourth] = world(4)
+    third.end()
+    fourth.is_frozen = True
+    back = network.register(registration(2, 4, pid=99))
+    network.settle()
+    assert second.view["w2"] == back.number
+    first.end()
+    fourth.is_frozen = False
+    take_over(network, fourth)
+    for step in [*network.expiring]:
+        step()
+    other = network.register(registration(2, 4, pid=98))
+    assert Ask("w2", third.number) in fourth.inbox
+    second.resume()
+    second.deliver()
+    network.settle()
+    assert isinstance(other.last, Failed)
+    assert "the first one is alive" in other.last.text
+    back.resume()
     network.settle()
     assert back.has_entered
 
