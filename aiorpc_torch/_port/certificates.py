@@ -30,7 +30,6 @@ WARNING_INTERVAL = 86400.0  # seconds between two warnings of one file
 _IGNORE_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for
 
 _threads = ThreadCache("aiorpc-tls")
-_warned: dict[str, float] = {}  # time of the last warning, by file
 
 Path = str | os.PathLike[str]
 
@@ -96,19 +95,6 @@ class Loaded(NamedTuple):
                 f"{self.files.ca}: {reason_of(exc)}"
             ) from exc
 
-    def warn(self) -> None:
-        """Log a warning for each file that expires soon, once a day."""
-        now = time.time()
-        for file, end in self.ends.items():
-            is_told = now - _warned.get(file, float("-inf")) < WARNING_INTERVAL
-            if end - now < WARNING_TIME and not is_told:
-                _warned[file] = now
-                log.warning(
-                    "tls: the certificate in %s %s on %s. New connections are refused from then "
-                    "on: renew the file, which is read again without a restart",
-                    *(file, "expires" if now < end else "has expired", _date(end)),
-                )
-
 
 class Certificate:
     """A certificate, as its files have it now. For any thread.
@@ -126,12 +112,18 @@ class Certificate:
         self.latest = Loaded.of(files)
         self._next_look = time.monotonic() + LOOK_INTERVAL
         self._is_looking = False
+        self._warned: dict[str, float] = {}  # time of the last warning, by file
 
     def loaded(self) -> Loaded:
         """Return the content for a new connection, after a look if one is due."""
         if time.monotonic() >= self._next_look:
             self.look(LOOK_TIMEOUT)
         return self.latest
+
+    def check(self) -> None:
+        """Raise ValueError if others would refuse it; warn if it expires soon."""
+        self.loaded().check()
+        self._warn()
 
     def look(self, wait: float = 0.0) -> None:
         """Read the files again if they have changed, in a thread; wait so many seconds for it."""
@@ -168,7 +160,20 @@ class Certificate:
             else:
                 self._seen, self.latest = stamp, loaded
                 log.info("tls: %s was read again: valid until %s", self._files.cert, loaded.expiry)
-        self.latest.warn()
+        self._warn()
+
+    def _warn(self) -> None:
+        """Log a warning for each file that expires soon, once a day."""
+        now = time.time()
+        for file, end in self.latest.ends.items():
+            is_told = now - self._warned.get(file, float("-inf")) < WARNING_INTERVAL
+            if end - now < WARNING_TIME and not is_told:
+                self._warned[file] = now
+                log.warning(
+                    "tls: the certificate in %s %s on %s. New connections are refused from then "
+                    "on: renew the file, which is read again without a restart",
+                    *(file, "expires" if now < end else "has expired", _date(end)),
+                )
 
 
 def _date(seconds: float) -> str:

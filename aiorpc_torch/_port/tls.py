@@ -77,9 +77,7 @@ class Tls:
             ValueError: if others would refuse the certificate: it has expired, is of another
                 authority or for another use.
         """
-        loaded = self._certificate.loaded()
-        loaded.check()
-        loaded.warn()
+        self._certificate.check()
 
     def look(self) -> None:
         """Read the files again soon, if they have changed; warn if the certificate ends soon."""

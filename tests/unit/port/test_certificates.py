@@ -24,7 +24,6 @@ SOON = 30.0
 def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificates, "LOOK_INTERVAL", 0.0)
     monkeypatch.setattr(certificates, "LOOK_TIMEOUT", SOON)
-    monkeypatch.setattr(certificates, "_warned", {})
 
 
 @pytest.fixture
