@@ -159,6 +159,7 @@ class Peer:
         is_probed: whether it has to answer a ping, or exit, before it counts as alive.
         probed_since: time of the first look at it after that.
         is_pinged: whether a ping by torch is under way.
+        has_old_ping: whether it was sent before a connection has ended: then its answer may be too.
         is_exiting: whether calls wait for its exit code: a loss has to follow.
         last_heard: time of its last message, which connections write in any thread.
         attachment: whether it serves, in a world that `init_rpc` has started.
@@ -174,10 +175,10 @@ class Peer:
 
     __slots__ = (
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
-        *("introduction", "is_done_there", "is_exiting", "is_first", "is_open", "is_pinged"),
-        *("is_probed", "last_heard", "loss_there", "member", "name", "probed_since", "rank"),
-        *("refusal", "silent_since", "state", "told", "watched_since", "worker_id"),
-        *("_has_detached", "_sequence"),
+        *("has_old_ping", "introduction", "is_done_there", "is_exiting", "is_first", "is_open"),
+        *("is_pinged", "is_probed", "last_heard", "loss_there", "member", "name"),
+        *("probed_since", "rank", "refusal", "silent_since", "state", "told", "watched_since"),
+        *("worker_id", "_has_detached", "_sequence"),
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
@@ -188,7 +189,7 @@ class Peer:
         self.final: RpcError | None = None
         self.failure: RpcError | None = None
         self.is_first = is_first  # it was there when this worker started: it is never forgotten
-        self.is_probed = self.is_pinged = self.is_exiting = False
+        self.is_probed = self.is_pinged = self.has_old_ping = self.is_exiting = False
         self.probed_since: float | None = None
         self.told: Kind | None = None  # the last change that readers know
         self.last_heard = float("-inf")
@@ -455,6 +456,9 @@ class Peers:
             return []
         if event in _OF_ATTACHMENT and not peer.attach(event, epoch, error):
             return []
+        if event is Event.ANSWER and peer.has_old_ping:
+            peer.has_old_ping = False
+            return [Effect(Duty.PING, peer, error)]
         before = peer.state
         peer.state, duties = RULES[event].get(before, (before, ()))
         if event is Event.LOSS or event is Event.EXIT:
@@ -463,6 +467,7 @@ class Peers:
             peer.is_exiting = Duty.AWAIT_EXIT in duties
         if Duty.PING in duties or Duty.AWAIT_EXIT in duties:
             peer.is_probed, peer.probed_since = True, None
+            peer.has_old_ping = peer.is_pinged
         elif event in _ENDS_PROBE or peer.state is not before:
             peer.is_probed = False
         has_reason = peer.failure is not None or peer.final is not None

@@ -78,6 +78,19 @@ def test_a_loss_is_told_once() -> None:
     assert reason_of(peer.error) == "second"
 
 
+def test_an_answer_from_before_a_connection_has_ended() -> None:
+    """Its process may have died meanwhile: it is pinged once more."""
+    found, peer = peers()
+    assert duties(found.apply(peer, Event.CUT, error("first"))) == [Duty.PING]
+    peer.is_pinged = True
+    assert duties(found.apply(peer, Event.CUT, error("second"))) == [Duty.PING]
+    peer.is_pinged = False
+    assert duties(found.apply(peer, Event.ANSWER)) == [Duty.PING]
+    assert peer.is_probed
+    assert found.apply(peer, Event.ANSWER) == []
+    assert not peer.is_probed
+
+
 def test_a_loss_ends_the_wait_for_a_ping() -> None:
     """It is lost, and not probed any more: whoever waits for the answer goes on."""
     found, peer = peers()
