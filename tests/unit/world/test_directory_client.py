@@ -25,6 +25,7 @@ from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
+from tests.support.example_programs import free_port
 from tests.support.two_ends import until
 
 SOON = 30.0
@@ -102,11 +103,6 @@ async def failure(task: "asyncio.Task[Any]") -> Exception:
 
 def names(answer: Registered | Entering) -> list[str]:
     return [each.name for each in answer.registrations]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 @pytest.fixture(params=["file", "tcp", "unix", "torchrun"])
