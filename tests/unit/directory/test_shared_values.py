@@ -64,8 +64,9 @@ def test_a_value(place: Place) -> None:
     assert one.swap(None, b"d")
 
 
-def test_one_of_many_wins(place: Place) -> None:
+def test_one_of_many_wins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that all count up loses no step."""
+    monkeypatch.setattr(shared_values, "LOCK_TIMEOUT", 30.0)  # the machine may be busy
     clients = [place.client() for _ in range(8)]
     start = threading.Barrier(len(clients))
 
