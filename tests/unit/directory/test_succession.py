@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._directory.directory_messages import (
+    Add,
     Ask,
     Ended,
     Entering,
@@ -112,6 +113,35 @@ def test_a_member_tells_of_a_process_that_has_entered_while_its_name_is_claimed(
     back.resume()
     network.settle()
     assert back.has_entered
+
+
+@pytest.mark.promise("succession.takeover")
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_member_tells_of_another_one_while_a_process_enters(is_published: bool) -> None:
+    """Both know each other in the end, and nobody is told of itself."""
+    network, [first, second, third] = world()
+    third.is_frozen = True
+    back = network.join("a")
+    network.settle()
+    assert second.view["a"] == back.number
+    first.end()
+    third.is_frozen = False
+    take_over(network, third)
+    for step in [*network.expiring]:
+        step()
+    third.inbox.clear()
+    joined = network.join("b")
+    if is_published:
+        joined.deliver()
+    second.resume()
+    second.deliver()
+    back.resume()
+    network.settle()
+    assert joined.has_entered
+    assert back.has_entered
+    members = (second, third, back, joined)
+    assert all({*each.view.values()} >= {other.number for other in members} for each in members)
+    assert not any(isinstance(each, Add) and each.member.name == "b" for each in joined.heard)
 
 
 def test_an_entry_that_no_directory_has_begun() -> None:
