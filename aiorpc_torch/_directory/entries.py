@@ -96,22 +96,37 @@ class Entries:
     def _refusal(self, registration: Registration) -> str:
         """Return why a process cannot enter, "" if it can as far as the names tell."""
         first = self._members.by_rank()[0].registration
-        size = first.world_size if registration.joined else registration.world_size
-        as_first = first.rank if registration.joined else registration.rank  # its name may be free
-        if conflict := first.conflict_with(replace(registration, world_size=size, rank=as_first)):
+        if conflict := first.conflict_with(registration):
             return conflict
         hidden = (each.hidden_from(registration.namespace) for each in self._members.here())
         if text := next(filter(None, hidden), ""):
             return text
         holder, every = self._members.named.get(registration.name), self._members.by_rank()
         if registration.joined:
-            return ""
+            return self._claim_of_rank_0(registration)
         if holder is not None and holder.registration.joined:
             return f"{registration} cannot rejoin: {holder.registration} has joined"
         of_rank = next((each for each in every if each.rank == registration.rank), holder)
         if of_rank is not None and of_rank is not holder:
             return f"{registration} cannot rejoin: that rank is of {of_rank.registration}"
         return "" if holder is None else holder.registration.conflict_with(registration)
+
+    def _claim_of_rank_0(self, registration: Registration) -> str:
+        """Return why a process cannot join under that name, "" if it can.
+
+        The name of rank 0 is kept for its replacement process: without that, none might enter.
+        """
+        holder = self._members.named.get(registration.name)
+        if holder is None:  # it has left
+            is_kept = registration.name == self._members.keeper
+        else:
+            is_kept = holder.rank == 0 and not holder.registration.joined
+        if not is_kept:
+            return ""
+        return (
+            f"{registration} cannot join: that name is of rank 0, which a process started with "
+            "rank=0 takes over. Give it another name"
+        )
 
     def _ask(self, process: Process) -> None:
         """Ask a member whether the holder of a name is alive that a process wants."""
@@ -159,7 +174,7 @@ class Entries:
         process.is_doubtful = False
         process.judges.clear()
         if is_alive:
-            self._refuse(process, taken(process.name))
+            self._refuse_claim(process)
         else:
             self._enter(process)
 
@@ -171,8 +186,12 @@ class Entries:
     def refuse_claim(self, name: str) -> None:
         """Refuse the process that wants the name of a member, which is alive."""
         if (process := self._entering.get(name)) is not None:
-            self._refuse(process, taken(name))
+            self._refuse_claim(process)
             self._admit()
+
+    def _refuse_claim(self, process: Process) -> None:
+        holder = self._members.named[process.name]
+        self._refuse(process, taken(holder.registration, process.registration))
 
     def give_up(self, process: Process, when: str, *, is_starting: bool) -> None:
         """End the entry of a process that waits no longer, perhaps while the world starts."""
@@ -337,6 +356,7 @@ _EXHAUSTED = (
 )
 
 
-def taken(name: str) -> str:
+def taken(holder: Registration, other: Registration) -> str:
     """Return why a process is refused that has the name of a living worker."""
-    return f"two workers are called {name!r}: the first one is alive"
+    text = f"two workers are called {holder.name!r}: the first one is alive, {holder}"
+    return f"{text}. Wait until it has ended, or end it, before {other} enters"

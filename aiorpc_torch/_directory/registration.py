@@ -68,8 +68,11 @@ class Registration:
         return f"{self.name!r} ({rank}process {self.pid} on {self.host})"
 
     def conflict_with(self, other: "Registration") -> str:
-        """Return why `other` cannot be in the same world, "" if it can."""
-        if other.world_size != self.world_size:
+        """Return why `other` cannot be in the same world, "" if it can.
+
+        One that joins has no rank and no size yet, and its name may be free.
+        """
+        if other.world_size != self.world_size and not other.joined:
             return (
                 f"world_size must be the same in every worker: {other} was started with "
                 f"world_size={other.world_size}, {self} with world_size={self.world_size}"
@@ -81,7 +84,7 @@ class Registration:
             )
         if text := self._conflict_of_ports(other):
             return text
-        if other.name == self.name and other.rank != self.rank:
+        if other.name == self.name and other.rank != self.rank and not other.joined:
             return f"two workers are called {self.name!r}: {other} and {self}"
         return ""
 

@@ -239,7 +239,9 @@ class Succession:
         )
         if not self._is_possible(own, worker_id) or is_replaced or not is_own:
             text = f"{own} was to enter, and another process has got its number meanwhile"
-            failure = wire.Failed(taken(own.name)) if is_replaced else wire.Failed(text, [])
+            if is_replaced and holder is not None:
+                text = taken(holder.registration, own)
+            failure = wire.Failed(text, None if is_replaced else [])
             self._turn_away(connection, message, failure)
             return
         for each in same:  # it stays a member if it is one: others may have added it

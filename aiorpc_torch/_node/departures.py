@@ -31,6 +31,7 @@ from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.plain import dump, reader, wire_text
+from ..errors import NotInWorld
 from .waits import Wait, Waits
 
 log = logging.getLogger("aiorpc_torch")
@@ -95,6 +96,7 @@ class Departures:
         self._serving = 0  # waits in `serve` for all peers
         self._is_leaving = self._is_closed = False
         self._has_ended = False  # all have left
+        self._exclusion = ""  # why this worker is in its world no more
         self._attendant: asyncio.Task[None] | None = None
         self._asked: set[asyncio.Future[Any]] = set()  # requests that wait for a goal
 
@@ -114,6 +116,13 @@ class Departures:
             self._waits.end_all()
         for future in [*self._asked]:
             _fail(future, LookupError("another worker is the coordinator"))
+
+    def exclude(self, reason: str) -> None:
+        """End all waits: this worker is in its world no more, and its peers do not answer it."""
+        self._exclusion = reason
+        self._waits.end_all()
+        for future in [*self._asked]:
+            _fail(future, LookupError(reason))
 
     def left(self) -> set[str]:
         """Return the peers that have left, as far as this worker knows."""
@@ -154,17 +163,24 @@ class Departures:
     async def leave(self) -> None:
         """Report that this worker's block has ended in order; wait until all live peers' have."""
         self.begin_to_leave()
-        await self._wait(Activity.DONE, (), logging.WARNING)
+        with contextlib.suppress(NotInWorld):
+            await self._wait(Activity.DONE, (), logging.WARNING)
         self._has_ended = True
 
     async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
-        """Wait until the peers `among` (default: all) have reached `goal`."""
+        """Wait until the peers `among` (default: all) have reached `goal`.
+
+        Raises:
+            NotInWorld: once this worker is in its world no more.
+        """
         token, is_reached = next(self._tokens), not self.members.peers
         self._serving += goal is Activity.SERVING
         self._report()
         try:
             with WaitReport(level, LOG_INTERVAL) as waiting:
                 while not is_reached:
+                    if self._exclusion:
+                        raise NotInWorld(self._exclusion)
                     patience = waiting.pause
                     is_reached, missing = await self._wait_once(token, goal, among, patience)
                     if not is_reached:

@@ -523,7 +523,9 @@ class DirectoryClient:
                 except (EOFError, OSError, ValueError) as exc:
                     log.debug("%s: the connection to the directory has ended: %r", name, exc)
                 except _DirectoryEndedError as exc:
-                    log.warning("%s is in its world no more: %s", name, exc)
+                    text = f"{name} is in its world no more: {exc}"
+                    log.warning("%s", text)
+                    node.departures.exclude(text)
                     return
                 await self._end_server()
                 if self._is_exiting or not await self._resume(node):

@@ -164,6 +164,7 @@ class Worker:
         Raises:
             UnknownWorker: if there is no such peer.
             WorkerLost: if the peer `until` is lost.
+            NotInWorld: once another process has replaced this one, which was frozen, say.
         """
         departures = self._node.departures
         if until is None:

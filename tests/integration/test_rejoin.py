@@ -270,6 +270,7 @@ ALONE = """
                     await aiorpc.call(0, asyncio.sleep, 600)
                 except Exception as exc:
                     os.write(1, f"{type(exc).__name__}: {exc}\\n".encode())
+                    await me.serve()
     if __name__ == "__main__":
         asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
 """
@@ -299,8 +300,12 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
         with started(path, "1", where) as second:
             _, errors = second.communicate(timeout=500)
         assert second.returncode == 1
-        last = errors.splitlines()[-1]
-        assert last == "ValueError: two workers are called 'worker1': the first one is alive"
+        host = socket.gethostname()
+        assert errors.splitlines()[-1] == (
+            "ValueError: two workers are called 'worker1': the first one is alive, 'worker1' (rank "
+            f"1, process {found[1].pid} on {host}). Wait until it has ended, or end it, before "
+            f"'worker1' (rank 1, process {second.pid} on {host}) enters"
+        )
         found[1].kill()
         assert line(found[0]) == "lost\n"
         with started(path, "1", where) as third:
@@ -311,7 +316,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
 @pytest.mark.promise("rejoin.replaced")
 @pytest.mark.slow
 def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
-    """A frozen process that was replaced gets NotInWorld from all peers when it thaws."""
+    """A frozen process that was replaced gets NotInWorld when it thaws, and serves no longer."""
     with three(tmp_path) as (path, where, found):
         found[1].send_signal(signal.SIGSTOP)
         try:
@@ -324,6 +329,12 @@ def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
                     "NotInWorld: worker 'worker1' was restarted: a newer process has replaced "
                     "this one\n"
                 )
+                _, errors = found[1].communicate(timeout=500)
+                assert errors.splitlines()[-1] == (
+                    "aiorpc_torch.NotInWorld: worker1 is in its world no more: another process has "
+                    "replaced this one"
+                )
+                assert found[1].returncode == 1
         finally:
             found[1].kill()
 

@@ -265,7 +265,7 @@ def test_names_that_are_refused_and_free() -> None:
     first = network.join("a")
     network.settle()
     for wrong, text in (
-        (network.join("w0"), "two workers are called 'w0'"),
+        (network.join("w0"), "cannot join: that name is of rank 0"),
         (network.join("a"), "two workers are called 'a': the first one is alive"),
         (network.join("b", version="0.9"), "every worker must run the same version"),
     ):

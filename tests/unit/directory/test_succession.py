@@ -234,6 +234,29 @@ def test_a_replacement_process_of_rank_0_takes_it_up() -> None:
     assert [each.coordinator for each in (back, second, third)] == ["w0"] * 3
 
 
+@pytest.mark.promise("joining.names", "succession.replacement")
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_process_that_joins_gets_no_name_of_rank_0(has_left: bool) -> None:
+    """Though it waits already as rank 0's replacement process comes, which would be refused."""
+    network, [first, second, third] = world()
+    if has_left:
+        first.depart()
+        network.settle()
+    for each in (second, third):
+        each.cut()
+    first.end()
+    back = network.new_process(registration(0, pid=99))
+    network.claim(back)
+    wrong = network.join("w0", version="1.0")
+    network.connect(back)
+    for each in (second, third):
+        each.resume()
+    network.settle()
+    assert isinstance(wrong.last, Failed)
+    assert "cannot join: that name is of rank 0" in wrong.last.text
+    assert back.has_entered
+
+
 def test_a_new_world_starts_where_no_member_comes() -> None:
     network, processes = world(2)
     for each in processes:

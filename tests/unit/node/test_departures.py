@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import WorkerLost
+from aiorpc_torch import NotInWorld, WorkerLost
 from aiorpc_torch._node import departures
 from aiorpc_torch._node.departures import Departures, Request
 from aiorpc_torch._peers.peers import Activity, Event, Peers, Report
@@ -139,3 +139,23 @@ async def test_a_loss_of_which_the_reason_is_no_plain_text(monkeypatch: pytest.M
     other.members.apply(other.members.peers["c"], Event.MESSAGE)
     assert await other.failure_of("c") == "no file caf\\udce9"
     await coordinator.close()
+
+
+@pytest.mark.promise("rejoin.replaced")
+@pytest.mark.parametrize("name", ["a", "b"])
+async def test_a_worker_that_was_replaced_waits_for_nobody(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is the coordinator or not."""
+    monkeypatch.setattr(departures, "is_running", lambda: True)
+    monkeypatch.setattr(departures, "PROBE_INTERVAL", 0.0)
+    network = Network()
+    replaced, serving = network.workers[name], network.serve(name)
+    await turns()
+    assert not serving.done()
+    replaced.exclude("it was replaced")
+    async with asyncio.timeout(SOON):
+        with pytest.raises(NotInWorld, match="it was replaced"):
+            await serving
+        await replaced.leave()
+        await network.workers["a"].close()
