@@ -235,6 +235,7 @@ class Meeting:
                             ", or a process group of this one: with tls= give the group another "
                             "MASTER_PORT, or the world another init_method="
                         )
+                    text += ". If that is an old process of rank 0, frozen perhaps, end it first"
                     raise OSError(exc.errno, text) from exc
             time.sleep(RETRY_INTERVAL)
 

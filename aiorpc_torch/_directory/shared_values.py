@@ -93,11 +93,20 @@ class FileValue:
         try:
             return read_regular(self._path)
         except FileNotFoundError:
-            self._path.parent.stat()  # there is such a directory
+            self._check_folder()
             return None
+
+    def _check_folder(self) -> None:
+        """Raise an error that names the folder if it is not there: not mounted, say."""
+        try:
+            self._path.parent.stat()
+        except FileNotFoundError as exc:
+            text = "the folder is not there on this machine: mount it, or make it"
+            raise FileNotFoundError(exc.errno, text, str(self._path.parent)) from exc
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        self._check_folder()
         end = time.monotonic() + LOCK_TIMEOUT
         while (descriptor := self._try_to_lock()) is None:
             if time.monotonic() > end:  # a frozen process has it

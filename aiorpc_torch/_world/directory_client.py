@@ -407,8 +407,8 @@ class DirectoryClient:
         if self._meeting.is_movable:
             return "If rank 0 of a running world has ended, another worker takes its place"
         return (
-            "If rank 0 of a running world has ended, start its process again: until then no "
-            "process can enter that world"
+            "If rank 0 of a running world has ended, start its process again, or end it first if "
+            "it is frozen: until then no process can enter that world"
         )
 
     # ── messages of the start ───────────────────────────────────────────────────────────────────

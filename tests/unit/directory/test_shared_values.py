@@ -101,9 +101,9 @@ def test_a_lock_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     """A mistake in the path is none of a world that has not started."""
     value = FileValue(tmp_path / "nowhere" / "value")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"mount it, or make it: .*nowhere"):
         value.read()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"mount it, or make it: .*nowhere"):
         value.swap(None, b"a")
 
 
