@@ -314,8 +314,13 @@ class Entries:
 
     def update(self, processes: Sequence[Process]) -> None:
         """Send members all that they may not have heard."""
-        processes = [each for each in processes if not self.is_entering(each)]
         added = [*self._adding.values()]
+        self._update([each for each in processes if not self.is_entering(each)], added)
+        for process in processes:
+            if self.is_entering(process):
+                self._update([process], [each for each in added if each is not process])
+
+    def _update(self, processes: Sequence[Process], added: Sequence[Process]) -> None:
         self._members.send_list(processes, but=added)
         self._members.send_ends(processes)
         for each in added:

@@ -206,7 +206,7 @@ async def test_a_joiner_leaves_and_another_has_its_name(tmp_path: Path) -> None:
         following = asyncio.create_task(follow(me))
         first, _ = await them.enter("a"), await them.enter("b")
         env = await create("a", Env)
-        for name, text in (("a", "alive"), ("main", "two workers are called 'main'")):
+        for name, text in (("a", "alive"), ("main", "that name is of rank 0")):
             refused = await them.start(name)
             kind, error = await refused.hear()
             assert kind == "ValueError"

@@ -117,13 +117,21 @@ def test_a_member_tells_of_a_process_that_has_entered_while_its_name_is_claimed(
 
 @pytest.mark.promise("succession.takeover")
 @pytest.mark.parametrize("is_published", [False, True])
-def test_a_member_tells_of_another_one_while_a_process_enters(is_published: bool) -> None:
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_member_tells_of_another_one_while_a_process_enters(
+    is_published: bool, is_announced: bool
+) -> None:
     """Both know each other in the end, and nobody is told of itself."""
     network, [first, second, third] = world()
     third.is_frozen = True
     back = network.join("a")
     network.settle()
     assert second.view["a"] == back.number
+    if is_announced:  # though one does not answer
+        for step in [*network.expiring]:
+            step()
+        network.settle()
+    assert back.has_entered == is_announced
     first.end()
     third.is_frozen = False
     take_over(network, third)
@@ -131,9 +139,10 @@ def test_a_member_tells_of_another_one_while_a_process_enters(is_published: bool
         step()
     third.inbox.clear()
     joined = network.join("b")
+    second.resume()
     if is_published:
         joined.deliver()
-    second.resume()
+    assert second.inbox[0] == Recall()
     second.deliver()
     back.resume()
     network.settle()
