@@ -112,7 +112,7 @@ def figures(scratch: Path, trainers: int) -> Figures:
 
 def run_ours(words: list[str], scratch: str) -> None:
     options = plain.arguments(words)
-    options.quorum, options.timeout, options.device = 1, 60.0, "cpu"
+    options.quorum, options.timeout, options.device, options.via = 1, 60.0, "cpu", "cpu"
     names = ["ps", *(f"trainer{rank + 1}" for rank in range(options.trainers))]
     aiorpc.run_local(
         worker_of_ours,
