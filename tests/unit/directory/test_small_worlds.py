@@ -39,7 +39,7 @@ def explore(
 
 
 @pytest.mark.promise("succession.never_two", "succession.numbers", "succession.takeover")
-@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("is_fixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_process_joins_two_workers(is_fixed: bool) -> None:
     explore(2, [joining()], is_fixed=is_fixed)
 
