@@ -142,8 +142,9 @@ class Directory:
                 self._members.send(others, wire.Left(process.name, process.worker_id))
             case wire.Leave(departs):
                 process.has_left = True
-                departs = departs and self._start.is_running and self._members.has(process)
-                if departs and not self._succession.is_resuming:  # else once all are here to hear
+                # While members connect, it stays until all are here to be told.
+                may_go = self._start.is_running and not self._succession.is_resuming
+                if departs and may_go and self._members.has(process):
                     self._members.remove(process)
             case wire.Exit():
                 if not (self._start.is_running and self._members.has(process)):

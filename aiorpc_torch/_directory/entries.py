@@ -103,7 +103,7 @@ class Entries:
             return text
         holder, every = self._members.named.get(registration.name), self._members.by_rank()
         if registration.joined:
-            return self._claim_of_rank_0(registration)
+            return self._claim_of_rank_0(registration, holder)
         if holder is not None and holder.registration.joined:
             return f"{registration} cannot rejoin: {holder.registration} has joined"
         of_rank = next((each for each in every if each.rank == registration.rank), holder)
@@ -111,12 +111,11 @@ class Entries:
             return f"{registration} cannot rejoin: that rank is of {of_rank.registration}"
         return "" if holder is None else holder.registration.conflict_with(registration)
 
-    def _claim_of_rank_0(self, registration: Registration) -> str:
+    def _claim_of_rank_0(self, registration: Registration, holder: Process | None) -> str:
         """Return why a process cannot join under that name, "" if it can.
 
         The name of rank 0 is kept for its replacement process: without that, none might enter.
         """
-        holder = self._members.named.get(registration.name)
         if holder is None:  # it has left
             is_kept = registration.name == self._members.keeper
         else:
@@ -163,10 +162,10 @@ class Entries:
         holder = self._members.named.get(message.name)
         if process is None or connection not in process.judges:
             return  # a late answer
-        if holder is None or holder.worker_id == message.worker_id:
+        if holder is not None and holder.worker_id == message.worker_id:
             self._judged(process, is_alive=message.is_alive)
             self._admit()
-        else:  # another member has told of a later process
+        else:  # the holder has left, or another member has told of a later process
             process.judges.clear()
             self._ask(process)
 
@@ -321,6 +320,7 @@ class Entries:
                 self._update([process], [each for each in added if each is not process])
 
     def _update(self, processes: Sequence[Process], added: Sequence[Process]) -> None:
+        """Send members the list of all, and ask them to add those that enter."""
         self._members.send_list(processes, but=added)
         self._members.send_ends(processes)
         for each in added:

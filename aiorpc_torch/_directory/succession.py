@@ -231,17 +231,17 @@ class Succession:
         """Let a process enter whose entry another directory had begun: it keeps its numbers."""
         own, worker_id, entries = message.registration, message.worker_id, self._entries
         key, holder = digest(message.key), self._members.named.get(own.name)
-        is_replaced = holder is not None and holder.worker_id > worker_id
+        newer = holder if holder is not None and holder.worker_id > worker_id else None
         every = (*self._members.named.values(), *entries.with_id(worker_id))
         same = [each for each in every if each.worker_id == worker_id]
         is_own = all(
             each.name == own.name and hmac.compare_digest(each.digest, key) for each in same
         )
-        if not self._is_possible(own, worker_id) or is_replaced or not is_own:
+        if not self._is_possible(own, worker_id) or newer is not None or not is_own:
             text = f"{own} was to enter, and another process has got its number meanwhile"
-            if is_replaced and holder is not None:
-                text = taken(holder.registration, own)
-            failure = wire.Failed(text, None if is_replaced else [])
+            failure = wire.Failed(text, [])
+            if newer is not None:
+                failure = wire.Failed(taken(newer.registration, own))
             self._turn_away(connection, message, failure)
             return
         for each in same:  # it stays a member if it is one: others may have added it

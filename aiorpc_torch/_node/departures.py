@@ -163,7 +163,7 @@ class Departures:
     async def leave(self) -> None:
         """Report that this worker's block has ended in order; wait until all live peers' have."""
         self.begin_to_leave()
-        with contextlib.suppress(NotInWorld):
+        with contextlib.suppress(NotInWorld):  # then nobody waits for it
             await self._wait(Activity.DONE, (), logging.WARNING)
         self._has_ended = True
 

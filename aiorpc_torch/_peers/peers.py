@@ -456,7 +456,7 @@ class Peers:
             return []
         if event in _OF_ATTACHMENT and not peer.attach(event, epoch, error):
             return []
-        if event is Event.ANSWER and peer.has_old_ping:
+        if event is Event.ANSWER and peer.has_old_ping:  # it may have died since
             peer.has_old_ping = False
             return [Effect(Duty.PING, peer, error)]
         before = peer.state

@@ -76,6 +76,18 @@ def test_a_judge_that_connects_again_is_asked_again() -> None:
     assert back.has_entered
 
 
+@pytest.mark.promise("joining.names")
+def test_a_member_leaves_before_the_answer_whether_it_is_alive() -> None:
+    """Its name is free, as for one that comes a moment later."""
+    network, [first, _, third] = world()
+    back = network.register(registration(2, pid=99))
+    assert Ask("w2", third.number) in first.inbox
+    third.retire()
+    third.say(Leave(True))
+    network.settle()
+    assert back.has_entered
+
+
 @pytest.mark.promise("joining.cut")
 def test_the_first_member_that_connects_again_is_asked_for_a_name() -> None:
     """While none is connected none is asked, and the holder of the name may be alive."""
