@@ -256,7 +256,7 @@ async def steps(given: argparse.Namespace, callee: Any) -> Row:
 
 async def policies(given: argparse.Namespace, policy: Any, many: int) -> Row:
     """Measure calls per second of `many` callers; each calls again when it is answered."""
-    state, rounds = torch.randn(64), 10 if given.quick else 100
+    state, rounds = torch.randn(64), 10 if given.quick else max(10, 3200 // many)
 
     async def asking(ask: Callable[[Tensor], Awaitable[Tensor]]) -> float:
         async def caller() -> None:

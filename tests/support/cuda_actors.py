@@ -201,7 +201,9 @@ class Actor:
         self.sums.append(tensor.double().sum())
 
     async def noted(self) -> list[float]:
-        return [float(each) for each in self.sums]
+        """The sums since the last time."""
+        found, self.sums = [float(each) for each in self.sums], []
+        return found
 
     # ── batches ─────────────────────────────────────────────────────────────────────────────────
 
