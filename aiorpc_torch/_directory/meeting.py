@@ -289,6 +289,12 @@ class Meeting:
         except ValueError:  # of another version, or another program
             return Seen(value, None)
 
+    def clear(self, seen: Seen) -> None:
+        """Remove the record if it is still what was seen. Raises OSError as `look`."""
+        assert self._value is not None
+        assert seen.value is not None
+        self._value.clear(seen.value)
+
     def connect(self) -> Connected:
         """Return a connection to the directory.
 

@@ -120,8 +120,9 @@ class DirectoryClient:
         self._has_heard = False  # since the last look
         self._was_isolated = False  # the directory that was here: most members were cut off
         self._answered = asyncio.Event()  # a message has come
-        self._is_exiting = self._is_closed = self._has_retired = False
+        self._is_exiting = self._is_closed = self._has_retired = self._has_exited = False
         self._following: asyncio.Task[None] | None = None
+        self._node: Node | None = None  # once it is followed
         self._tasks: set[asyncio.Task[None]] = set()
         self._key = ""
         self._entered: asyncio.Future[Sequence[str]] = self._loop.create_future()
@@ -499,6 +500,7 @@ class DirectoryClient:
 
     def follow(self, node: "Node") -> None:
         """Let a node follow the changes of its world: it has started."""
+        self._node = node
         self._following = self._loop.create_task(self._follow(node), name=WORLD_TASK)
 
     async def entered(self) -> Sequence[str]:
@@ -680,6 +682,7 @@ class DirectoryClient:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case wire.Exited():
+                self._has_exited = True
                 self._exited.set()
 
     def _on_move(self, node: "Node", coordinator: str) -> None:
@@ -754,7 +757,46 @@ class DirectoryClient:
             seconds = CANCEL_TIMEOUT if self._following is None else CANCEL_TIMEOUT / 20
             await asyncio.wait((attempt.ended,), timeout=seconds)
             attempt.ended.cancel()
+        if self._is_last():
+            with contextlib.suppress(OSError, ValueError):
+                async with asyncio.timeout(CANCEL_TIMEOUT):
+                    await self._clear_record()
         await self._disconnect()
+
+    def _is_last(self) -> bool:
+        """Return whether no worker is left that would take the directory over."""
+        if self._node is None or self._server is not None or not self._meeting.is_movable:
+            return False
+        peers = [*self._node.members.peers.values()]
+        is_over = self._has_exited  # in order: the directory knows of each end
+        return not is_over and all(each.is_lost or each.has_told for each in peers)
+
+    async def _clear_record(self) -> None:
+        """Remove the record that a keeper has left for its successor: there will be none.
+
+        Otherwise the next world at the place waits for one. The keeper's end and that of this
+        worker have crossed: it may not have closed the record yet.
+        """
+        assert self._node is not None
+        while (record := (seen := await self._look()).record) is not None:
+            keeper = self._node.members.peers.get(record.holder)
+            if keeper is None or not (keeper.is_lost or keeper.has_left):
+                return  # it is of another world
+            if record.is_closed or await self._has_died(record):
+                await self._in_thread(partial(self._meeting.clear, seen))
+            elif keeper.is_lost:  # on another machine: its lease counts
+                return
+            await asyncio.sleep(RETRY_INTERVAL)
+
+    async def _has_died(self, record: Record) -> bool:
+        """Return whether the process that has written a record is known to be dead."""
+        if not self._meeting.is_here(record):
+            return False
+        try:
+            self._undo(await self._in_thread(partial(self._meeting.dial, record)))
+        except _REFUSED:
+            return True
+        return False
 
     async def _disconnect(self) -> None:
         if self._stream is not None:  # before the server, which may wait for it

@@ -227,6 +227,10 @@ async def live(options: dict[str, Any]) -> None:
             match word:
                 case "end":
                     break
+                case "block":  # and then end
+                    tell("block")
+                    sys.stdin.readline()
+                    break
                 case "leave":
                     await me.leave()
                     tell("leave")
