@@ -772,7 +772,7 @@ class DirectoryClient:
         return not is_over and all(each.is_lost or each.has_told for each in peers)
 
     async def _clear_record(self) -> None:
-        """Remove the record that a keeper has left for its successor: there will be none.
+        """Remove the record that a keeper has left for the next one: there will be none.
 
         Otherwise the next world at the place waits for one. The keeper's end and that of this
         worker have crossed: it may not have closed the record yet.
