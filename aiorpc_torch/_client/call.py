@@ -157,6 +157,8 @@ class RemoteCall(LazyCall[Any]):
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
             if type(answer) in _FAILURES:
+                if type(answer) is CallAborted and connection.is_cut and not answer.was_sent:
+                    return (yield from self._again(due).__await__())
                 if has_passed(bound) and type(answer) is RemoteFailure:
                     yield  # if a scope's deadline has passed as well, the scope reports it
                 _raise(answer, self._target)
@@ -168,6 +170,12 @@ class RemoteCall(LazyCall[Any]):
             self._steps = USED
             if timer is not None:
                 timer.cancel()
+
+    def _again(self, due: float | None) -> "RemoteCall":
+        """Return this call for the next connection to the worker, which lives."""
+        left = None if due is None else due - time.monotonic()
+        args, kwargs = self._arguments
+        return RemoteCall(self._worker, self._target, left, *args, **kwargs)
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 

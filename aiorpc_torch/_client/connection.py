@@ -80,6 +80,7 @@ class Connection(Channel):
         number: number of this connection among those of this process.
         encoder: encodes the calls.
         is_finished: whether the next call needs another connection.
+        is_cut: whether it has ended and its peer lives: calls that were not sent go over another.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Connection(Channel):
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._error: RpcError | None = None  # reason of its end
         self._must_answer_retire = False
-        self.is_finished = False
+        self.is_finished = self.is_cut = False
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -508,7 +509,7 @@ class Connection(Channel):
         self._carriers.close()
         if error is None or self._error is not None:
             self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
-        elif self.is_local or not isinstance(error, TimeoutError):  # its process has ended
+        elif self.is_local:  # its process has ended
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:
             self._lose_path(f"its connection has ended: {error}")
@@ -516,7 +517,8 @@ class Connection(Channel):
     def _lose_path(self, reason: str) -> None:
         """End without a leave message, where the path may have ended and not the process.
 
-        The calls wait for the ping that follows. They fail as those of a lost worker if it fails.
+        What is between the machines may forget a path, or close it. The calls wait for the ping
+        that follows, and fail as those of a lost worker if it fails.
         """
         self.is_finished = True
         error = WorkerLost(self.peer.name, reason)
@@ -533,5 +535,7 @@ class Connection(Channel):
         await self._observer.wait_until_probed(self.peer.name)
         if self._peer.is_lost and self._peer.error is not None:
             self._finish(self._peer.error)
+        elif self._error is None:
+            self.is_cut = True
         reason = f"{reason}. It is alive, and the next call connects again"
         self._finish(WorkerUnreachable(self.peer.name, reason, may_have_run=True))

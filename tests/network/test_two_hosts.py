@@ -28,6 +28,7 @@ from tests.support.network_namespaces import (
     why_not,
 )
 from tests.support.network_scenarios import (
+    CALLS,
     ELEMENTS,
     HEARTBEAT,
     MEMBERS,
@@ -379,6 +380,27 @@ async def test_a_path_that_carries_nothing() -> None:
                 assert "lost" not in await node.hears("changes")
                 code, errors = await node.end()
                 assert code == 0, errors
+
+
+@pytest.mark.promise("worlds.closed")
+async def test_a_connection_that_is_closed(machines: tuple[Machine, Machine]) -> None:
+    """By a router, say: the worker is not lost, and calls that were not sent go over the next one.
+
+    The others may have run, each once.
+    """
+    async with both(machines, "closed", init_method=WHERE, interface=LINK) as nodes:
+        for _ in range(3):
+            results, errors, count, seconds = await nodes[0].hears("closed")
+            print(f"{results} results, {count} counted, {seconds:.2f} s: {errors}")
+            for each in errors:
+                assert "WorkerUnreachable" in each
+                assert "may have run" in each
+            assert 0 < results <= count < CALLS
+            assert results > CALLS / 2
+        for node in nodes:
+            assert "lost" not in await node.hears("changes")
+            code, errors = await node.end()
+            assert code == 0, errors
 
 
 MTU = 700  # bytes of the largest packets that pass

@@ -30,6 +30,7 @@ from aiorpc_torch import Group, create, remote
 from aiorpc_torch._carrier import socket_threads
 from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
+from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._torch.transport import ping, wrap_future
 from aiorpc_torch.testing import Gate
 from tests.support import actors
@@ -204,6 +205,41 @@ async def _lose_path(peer: str, shelf: Any, gate: Any, number: int) -> None:
     tell("next", await outcome("next", shelf.echo(number)))
     tell("next", await outcome("next", shelf.echo(torch.ones(1 << 18))))
     await told()  # it is whole
+
+
+CALLS = 4000  # at once: more than a connection sends before it has answers
+
+
+async def closed(rank: int, **world: Any) -> None:
+    """Calls whose connection is closed by what is between two workers that live on."""
+    async with aiorpc.worker(rank=rank, world_size=2, heartbeat=HEARTBEAT, **world) as me:
+        changes = asyncio.create_task(kinds_of_changes(me))
+        if rank:
+            await me.serve(until="worker0")
+        else:
+            (peer,) = me.peers
+            for _ in range(3):
+                await _close_connection(peer, remote(await create(peer, ClosedCounter)))
+    tell("changes", await changes)
+
+
+class ClosedCounter(actors.Counter):
+    """A counter that closes the connections of its callers, as a router may."""
+
+    async def close(self) -> None:
+        server: Any = entry_points.serving()
+        for session in server.sessions.of_peers():
+            session._transport.abort()
+
+
+async def _close_connection(peer: str, counter: Any) -> None:
+    """Tell how many calls had a result, which errors others had, and the count."""
+    start = time.monotonic()
+    calls = [outcome("call", counter.close() if n == 9 else counter.aadd(1)) for n in range(CALLS)]
+    found = [value for _, value, _ in await asyncio.gather(*calls)]
+    errors = [each for each in found if not each.isdigit()]
+    seconds = time.monotonic() - start
+    tell("closed", [CALLS - len(errors), sorted({*errors}), await counter.aadd(0), seconds])
 
 
 MEMBERS = 4
