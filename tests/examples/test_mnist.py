@@ -61,6 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ── gradients ───────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 async def test_one_trainer_is_one_process(data: Path) -> None:
     """After five steps the parameters are those of a program without workers, dropout included."""

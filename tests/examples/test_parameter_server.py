@@ -193,6 +193,7 @@ def losses(said: str) -> str:
     return found[0]
 
 
+@pytest.mark.slow
 def test_quick(tmp_path: Path) -> None:
     """It learns, and says so."""
     with running(tmp_path, "--iterations", "20") as program:

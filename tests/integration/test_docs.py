@@ -43,7 +43,7 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow if "torchrun" in page else ()) for page in STEPS],
+    [pytest.param(page, marks=() if "first-call" in page else pytest.mark.slow) for page in STEPS],
 )
 def test_a_step_of_the_tutorial(page: str, tmp_path: Path) -> None:
     """A reader saves its file, runs its commands at once, and sees the texts in their order."""
@@ -52,6 +52,7 @@ def test_a_step_of_the_tutorial(page: str, tmp_path: Path) -> None:
     assert run_together(commands, tmp_path) == [text for _, text in blocks(page, "text")]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("testing.page")
 def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
     """Its blocks are files of one folder, named in their first lines; pytest runs them."""

@@ -147,6 +147,7 @@ async def lost_for_good(me: aiorpc.types.Worker, peer: str) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("lost.frozen")
 async def test_frozen_and_busy_peers(workers: Workers) -> None:
     """A busy peer is not lost; a frozen peer is, until it thaws."""

@@ -315,6 +315,7 @@ async def test_gradients_through_a_group() -> None:
             assert (await ctx.gradients())[x].tolist() == [12.0] * 3
 
 
+@pytest.mark.slow
 async def test_a_peer_that_leaves() -> None:
     """Its lookup ends with WorkerLeft: it will register nothing."""
     async with world(["a"]) as me:

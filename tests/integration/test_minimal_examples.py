@@ -40,7 +40,7 @@ OUTPUT = {
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "3")
 
 
-QUICK = ("first_call", "parameter_server")
+QUICK = ("parameter_server",)
 """Those of `make test`; each starts two interpreters or more, whose imports take 2 s each."""
 
 

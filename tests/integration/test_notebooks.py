@@ -140,6 +140,7 @@ asyncio.run(refuse())
 """
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_and_without_cloudpickle() -> None:
     """The error of a call names the extra, and the world goes on."""
     done = run("-c", CELLS + WITHOUT)

@@ -90,7 +90,7 @@ def hung(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_file_system_that_hangs(hung: Path, tmp_path: Path, rank: int) -> None:
     """The error names the file, and the process ends."""
     script = program(tmp_path, STARTS)
@@ -101,6 +101,7 @@ def test_a_file_system_that_hangs(hung: Path, tmp_path: Path, rank: int) -> None
     assert float(output.split()[1]) < SOON
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_file_system_hangs(hung: Path, tmp_path: Path) -> None:
     """It ends the start, and the process."""
     script = program(tmp_path, STARTS.replace(str(START_TIMEOUT), "600.0"))
@@ -115,7 +116,7 @@ def test_a_signal_while_a_file_system_hangs(hung: Path, tmp_path: Path) -> None:
 
 
 @needs_etcd
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_etcd_that_is_frozen(tmp_path: Path, rank: int) -> None:
     script = program(tmp_path, STARTS)
     member = Member(tmp_path / "etcd")
@@ -159,7 +160,7 @@ def etcd_place(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 @pytest.mark.parametrize(
     ("kind", "is_late"),
     [
-        pytest.param(file_place, True, id="file-reconnecting"),
+        pytest.param(file_place, True, id="file-reconnecting", marks=pytest.mark.slow),
         pytest.param(file_place, False, id="file-renewing", marks=pytest.mark.slow),
         pytest.param(
             etcd_place, True, id="etcd-reconnecting", marks=[pytest.mark.slow, needs_etcd]

@@ -84,7 +84,8 @@ async def test_the_other_plugin_beside_it(no_leaks, world):
 
 
 @pytest.mark.promise("testing.fixtures")
-@pytest.mark.parametrize("mode", ["auto", pytest.param("strict", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "strict"])
 def test_with_pytest_asyncio(run, mode: str) -> None:
     """Whether fixtures have to be marked for it or not."""
     mark = {"auto": "", "strict": "@pytest.mark.asyncio"}[mode]

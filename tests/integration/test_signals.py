@@ -68,8 +68,8 @@ on_uvloop = pytest.mark.skipif(not util.find_spec("uvloop"), reason="no uvloop")
     ("whom", "how"),
     [
         pytest.param("parent", "", id="one"),
-        pytest.param("all", "", id="all"),
-        pytest.param("parent", BACKGROUND, id="&"),
+        pytest.param("all", "", id="all", marks=pytest.mark.slow),
+        pytest.param("parent", BACKGROUND, id="&", marks=pytest.mark.slow),
         pytest.param("all", UVLOOP, id="uvloop", marks=on_uvloop),
     ],
 )

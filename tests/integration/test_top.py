@@ -66,6 +66,7 @@ async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
         assert found["well"].memory > 0
 
 
+@pytest.mark.slow
 async def test_processes_that_attach_are_there() -> None:
     """Also the world of `rpc.init_rpc`; without `attach` a process has no row."""
     with cast("ps", "t0", "t1") as players:
@@ -235,6 +236,7 @@ class Terminal:
         os.close(self._master)
 
 
+@pytest.mark.slow
 async def test_keys_in_a_terminal(tmp_path: Any) -> None:
     """The arrows select, Enter opens, Escape closes, letters sort, "q" ends it."""
     pytest.importorskip("rich")

@@ -104,6 +104,7 @@ def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.limits().text == "at most 1024, which a world raises as it needs, without a limit"
 
 
+@pytest.mark.slow
 def test_a_transport_that_does_not_exist() -> None:
     """The last line of its process is the text."""
     found = doctor.transport("nope")

@@ -141,6 +141,7 @@ def pytest_stage(folder: Path, source: str, *words: str) -> Stage:
     return Stage("tests", LONG, command, has_tests=True)
 
 
+@pytest.mark.slow
 def test_tests_go_on_after_one_that_hangs_or_dies(tmp_path: Path) -> None:
     """Each is on the page with its reason."""
     runner = Runner(tmp_path / "out")

@@ -31,6 +31,7 @@ def test_names_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert this_host() != own[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason="makes namespaces, as root on Linux")
 def test_other_namespaces() -> None:
     """Memory is mapped in one PID namespace; links are those of one network namespace."""
