@@ -145,7 +145,8 @@ class Group(Sequence[RRef[T]]):
 
         Each call chooses when it starts: the member whose worker has the fewest unanswered calls
         and streams of this process, ties in turn. Lost workers and replaced processes are skipped.
-        A call that was not sent goes to another member; one that may have run is not retried.
+        A member whose calls raise is passed over for some choices, for more after each failure in a
+        row. A call that was not sent goes to another member; one that may have run is not retried.
 
         Raises:
             ValueError: if the group is empty.
@@ -309,10 +310,11 @@ class AnyMember(Generic[T]):
     def __reduce__(self) -> Any:
         return type(self._group).any, (self._group,)  # type: ignore[attr-defined]
 
-    def _choose(self, refusals: Mapping[str, WorkerGone]) -> Any:
-        """Return the member for a call that starts now; not of a worker that did not get it.
+    def _choose(self, refusals: Mapping[str, WorkerGone]) -> tuple[Group[T], int]:
+        """Return the group, and the position of the member for a call that starts now.
 
-        If all are lost, it is a supervised one, for which the call waits.
+        It is not of a worker that did not get the call. If all are lost, it is a supervised one,
+        for which the call waits.
 
         Raises:
             WorkerLost: if no member is left.
@@ -335,7 +337,7 @@ class AnyMember(Generic[T]):
             chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
         if chosen is None:
             raise [*refusals.values(), _none_left(pool, group)][0]
-        return group[chosen]
+        return group, chosen
 
 
 def _none_left(pool: ConnectionPool, group: Group[Any]) -> WorkerGone:
@@ -358,7 +360,7 @@ def _may_return(member: Any) -> bool:
 class AnyCall(SupervisedCall):
     """A call of the least busy member of a group, which it chooses when it starts."""
 
-    __slots__ = ("_any",)
+    __slots__ = ("_any", "_chosen")
 
     def __init__(
         self,
@@ -369,9 +371,23 @@ class AnyCall(SupervisedCall):
         timeout: float | None = None,
     ) -> None:
         self._any = any_member
+        self._chosen: tuple[Group[Any], int] | None = None
         RemoteCall.__init__(self, "", target, timeout, *args, **kwargs)
 
     def _run(self) -> Generator[Any, Any, Any]:
+        try:
+            found = yield from self._run_on_members()
+        except Exception:
+            if self._chosen is not None:
+                group, position = self._chosen
+                group._least_busy.fail(position, len(group))
+            raise
+        assert self._chosen is not None
+        group, position = self._chosen
+        group._least_busy.succeed(position)
+        return found
+
+    def _run_on_members(self) -> Generator[Any, Any, Any]:
         steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
         refusals: dict[str, WorkerGone] = {}  # of workers, if the news of it has not come yet
         while not self._choose(refusals):
@@ -391,7 +407,8 @@ class AnyCall(SupervisedCall):
 
     def _choose(self, refusals: Mapping[str, WorkerGone] = NO_REFUSALS) -> bool:
         """Choose the member; return whether it is supervised."""
-        member = self._any._choose(refusals)
+        self._chosen = group, position = self._any._choose(refusals)
+        member: Any = group[position]
         if isinstance(member, Supervised):
             self._supervised = member
             return True

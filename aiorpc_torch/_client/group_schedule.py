@@ -8,18 +8,36 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+MAX_REST = 32  # rounds of choices, each of as many as there are members
+
 
 class LeastBusy:
-    """Choice of the least busy member; of several, the one whose turn is next."""
+    """Choice of the least busy member; of several, the one whose turn is next.
+
+    One that fails at once is the least busy always, and would get nearly every call. So it is
+    passed over after a failure: for as many choices as there are members, and for twice as many
+    after each further failure in a row. It is not if no other is there.
+    """
 
     def __init__(self) -> None:
         self._next = 0
+        self._failures: dict[int, int] = {}  # in a row, by position
+        self._rests: dict[int, int] = {}  # choices for which a member is passed over
 
     def choose(self, loads: Sequence[int | None]) -> int | None:
         """Return the position of a member with the smallest load, None if all are lost.
 
         The load of a lost member is None.
         """
+        if self._rests:
+            rested = [None if at in self._rests else load for at, load in enumerate(loads)]
+            # Other threads may use the group.
+            self._rests = {at: rest - 1 for at, rest in [*self._rests.items()] if rest > 1}
+            if (found := self._least(rested)) is not None:
+                return found
+        return self._least(loads)
+
+    def _least(self, loads: Sequence[int | None]) -> int | None:
         count = len(loads)
         best = least = None
         for step in range(count):
@@ -30,6 +48,17 @@ class LeastBusy:
         if best is not None:
             self._next = best + 1
         return best
+
+    def succeed(self, position: int) -> None:
+        """Note that a call of that member has returned."""
+        if self._failures:
+            self._failures.pop(position, None)
+            self._rests.pop(position, None)
+
+    def fail(self, position: int, count: int) -> None:
+        """Note that a call of that member, one of `count`, has failed."""
+        failures = self._failures[position] = self._failures.get(position, 0) + 1
+        self._rests[position] = count * min(1 << (failures - 1), MAX_REST)
 
 
 class Outcome(NamedTuple):

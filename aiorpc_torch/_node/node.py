@@ -162,8 +162,7 @@ class Node:
     def check_paths(self, timeout: float) -> None:
         """End the connections whose path has carried nothing for `timeout` seconds."""
         self.pool.check_paths(timeout)
-        # Later: a connection that is closed from there looks as if the process had ended.
-        self.server.sessions.check_paths(2 * timeout)
+        self.server.sessions.check_paths(timeout)
 
     def fail(self, peer: str, error: RpcError) -> None:
         """Fail the calls to a lost peer, and cancel its own."""

@@ -742,6 +742,46 @@ async def test_any_chooses_when_it_starts() -> None:
         await asked[0]
 
 
+class Fragile:
+    """A member that counts its calls, and raises at once while it is broken."""
+
+    def __init__(self) -> None:
+        self.calls, self.is_broken = 0, False
+
+    async def work(self) -> None:
+        self.calls += 1
+        if self.is_broken:
+            raise LookupError("broken")
+        await asyncio.sleep(0.005)
+
+    async def set_broken(self, is_broken: bool) -> int:
+        self.is_broken = is_broken
+        return self.calls
+
+
+@pytest.mark.promise("any.failing")
+async def test_any_passes_over_members_that_fail() -> None:
+    """A member whose calls raise at once is always idle, and gets no more than its share. It gets
+    calls again when it works."""
+    group = await create([0, 0, 0], Fragile)
+    await remote(group[0]).set_broken(True)
+    failures = 0
+
+    async def ask(times: int) -> None:
+        nonlocal failures
+        for _ in range(times):
+            try:
+                await remote(group.any()).work()
+            except LookupError:
+                failures += 1
+
+    await asyncio.gather(*(ask(50) for _ in range(6)))
+    assert 0 < failures <= 30
+    assert await remote(group[0]).set_broken(False) == failures
+    await asyncio.gather(*(ask(50) for _ in range(6)))
+    assert await remote(group[0]).set_broken(False) > failures + 20
+
+
 async def test_any_has_a_deadline() -> None:
     group, opened = await gates(1)
     with pytest.raises(CallTimeout):

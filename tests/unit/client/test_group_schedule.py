@@ -39,6 +39,41 @@ def test_ties_take_turns(lost: list[bool], start: int) -> None:
     assert sorted(turns.choose(loads) for _ in live) == live  # type: ignore[type-var]
 
 
+@given(st.integers(2, 8), st.data())
+def test_members_that_fail_are_passed_over(count: int, data: st.DataObject) -> None:
+    """For as many choices as there are members, doubled after each failure in a row, while another
+    one is there."""
+    turns, failures, until = LeastBusy(), Counter[int](), Counter[int]()
+    for choice in range(60):
+        loads = [None if data.draw(st.integers(0, 9)) == 0 else 0 for _ in range(count)]
+        live = {at for at, load in enumerate(loads) if load is not None}
+        allowed = {at for at in live if until[at] <= choice}
+        chosen = turns.choose(loads)
+        assert chosen in (allowed or live or {None})
+        if chosen is None:
+            continue
+        if data.draw(st.booleans()):
+            failures[chosen] += 1
+            turns.fail(chosen, count)
+            until[chosen] = choice + 1 + count * min(2 ** (failures[chosen] - 1), 32)
+        else:
+            turns.succeed(chosen)
+            failures[chosen] = until[chosen] = 0
+
+
+@given(st.integers(2, 8))
+def test_a_member_that_fails_always(count: int) -> None:
+    """It is the only idle one, and gets 1 of 33 rounds of choices in the end."""
+    turns = LeastBusy()
+    loads: list[int | None] = [0] + [5] * (count - 1)
+    calls = 0
+    for _ in range(count * 200):
+        if turns.choose(loads) == 0:
+            calls += 1
+            turns.fail(0, count)
+    assert calls <= 12
+
+
 # ── map ─────────────────────────────────────────────────────────────────────────────────────────
 
 
