@@ -29,7 +29,7 @@ from ..errors import CallTimeout, WorkerGone
 from .answers import raise_aborted
 from .connection import Connection
 from .pool import WorkerRef, connection_to
-from .stream_reader import StreamReader
+from .stream_reader import StreamReader, cut_short
 
 R = TypeVar("R")
 
@@ -277,6 +277,7 @@ class RemoteStream(AsyncIterator[Any]):
         enters: bool,
     ) -> None:
         self._enters = enters
+        self._is_cut_short = False
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._number = number
@@ -291,12 +292,15 @@ class RemoteStream(AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         if self._reader.is_awaited():  # as for an async generator
             raise RuntimeError("another task waits for the next item of this stream")
+        if self._is_cut_short:
+            raise cut_short(repr(self))
         try:
             item = await self._reader.next()
             if self._enters or type(item) is Entered:
                 item = self._enter(item)
             return item
         except BaseException as exc:
+            self._is_cut_short = not isinstance(exc, Exception)
             self._stop()
             if isinstance(exc, Exception) and has_passed(self._bound):
                 await asyncio.sleep(0)  # as in `RemoteCall._run`: the scope reports it
@@ -320,6 +324,7 @@ class RemoteStream(AsyncIterator[Any]):
 
     async def aclose(self) -> None:
         """Close the remote generator: its `finally` runs. `break` does the same."""
+        self._is_cut_short = False
         self._stop()
 
     def __del__(self) -> None:

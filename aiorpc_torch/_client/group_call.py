@@ -32,6 +32,7 @@ from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
 from .pool import connection_to, current
 from .retried import note_earlier_attempt
+from .stream_reader import cut_short
 from .supervised import Supervised, Waiter, late_wait
 from .supervised_calls import may_wait, target_on
 
@@ -406,7 +407,7 @@ class GroupResults(AsyncIterator[tuple[M, R]]):
         self._completed: deque[int] = deque()
         # The callback must not keep this iterator: its end without `aclose` cancels the calls.
         running.on_outcome = functools.partial(_add, self._completed, self._wakeup)
-        self._is_over = False
+        self._is_over = self._is_cut_short = False
 
     def __repr__(self) -> str:
         return f"<results of {self._running.name}, {self._running.left} to come>"
@@ -414,10 +415,13 @@ class GroupResults(AsyncIterator[tuple[M, R]]):
     async def __anext__(self) -> tuple[M, R]:
         if self._wakeup.is_awaited():  # as for an async generator
             raise RuntimeError("another task waits for the next result of this call")
+        if self._is_cut_short:
+            raise cut_short(repr(self))
         try:
             return await self._next()
-        except BaseException:
+        except BaseException as exc:
             await self.aclose()
+            self._is_cut_short = not isinstance(exc, Exception)
             raise
 
     async def _next(self) -> tuple[M, R]:
@@ -436,7 +440,7 @@ class GroupResults(AsyncIterator[tuple[M, R]]):
 
     async def aclose(self) -> None:
         """Cancel the calls without a result. `break` does the same."""
-        self._is_over = True
+        self._is_over, self._is_cut_short = True, False
         self._completed.clear()
         self._running.cancel()
 

@@ -36,6 +36,7 @@ from .connection import Connection
 from .group_call import late_call
 from .group_schedule import MapSchedule, Outcome
 from .pool import connection_to, current
+from .stream_reader import cut_short
 from .supervised import Supervised, Waiter
 from .supervised_calls import may_wait
 
@@ -72,12 +73,14 @@ class MapResults(AsyncIterator[R]):
             _MapRun, self._name, members, method, sources, in_flight, retries, follow
         )
         self._run: _MapRun | None = None  # from the first step on
-        self._is_over = False
+        self._is_over = self._is_cut_short = False
 
     def __repr__(self) -> str:
         return f"<map of {self._name}{', over' if self._is_over else ''}>"
 
     async def __anext__(self) -> R:
+        if self._is_cut_short:
+            raise cut_short(repr(self))
         if self._is_over:
             raise StopAsyncIteration
         if self._run is None:
@@ -90,13 +93,14 @@ class MapResults(AsyncIterator[R]):
             return await self._run.next()  # type: ignore[no-any-return]
         except BaseException as exc:
             await self.aclose()
+            self._is_cut_short = not isinstance(exc, Exception)
             if isinstance(exc, Exception) and has_passed(self._run.bound):
                 await asyncio.sleep(0)  # if a scope's deadline has passed, the scope reports it
             raise
 
     async def aclose(self) -> None:
         """Cancel the running calls, and take no further items. `break` does the same."""
-        self._is_over = True
+        self._is_over, self._is_cut_short = True, False
         if self._run is not None:
             self._run.stop()
 

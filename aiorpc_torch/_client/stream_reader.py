@@ -16,6 +16,19 @@ from .._wire.pickling import CallAborted
 from .answers import raise_aborted
 
 
+def cut_short(what: str) -> RuntimeError:
+    """Return the error of an `anext` after one whose wait was cancelled.
+
+    The first ends `what`, as it ends an async generator. Such a one then seems to be over, and what
+    was to come is lost without a word.
+    """
+    return RuntimeError(
+        f"{what} has ended: a wait for its next item was cancelled, by `asyncio.wait_for`, say. To "
+        "wait with a time limit make `task = asyncio.ensure_future(anext(items))` once, and "
+        "`await asyncio.wait([task], timeout=...)` until it is done"
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Item:
     """An item of a stream: its value, `HeldResult` until collected, and its price in credit."""

@@ -24,6 +24,7 @@ from .._wire.targets import (
 from ..errors import WorkerLost
 from .answers import raise_aborted
 from .call import ALREADY_AWAITED, USED, RemoteCall, RemoteStream
+from .stream_reader import cut_short
 from .supervised import Supervised, Waiter, is_own_loss, late_wait
 
 T = TypeVar("T")
@@ -141,7 +142,7 @@ class SupervisedStream(AsyncIterator[Any]):
         self._enters = enters
         self._stream: RemoteStream | None = None
         self._is_begun = False  # from the first item or the end on
-        self._waits = False
+        self._waits = self._is_cut_short = False
         if (rref := supervised._start()) is not None:
             self._try_to_open(rref)
 
@@ -168,6 +169,8 @@ class SupervisedStream(AsyncIterator[Any]):
         return self._first()
 
     async def _first(self) -> Any:
+        if self._is_cut_short:
+            raise cut_short(repr(self))
         if self._is_begun:  # closed before it was sent
             raise StopAsyncIteration
         if self._waits:  # as for an async generator
@@ -175,6 +178,9 @@ class SupervisedStream(AsyncIterator[Any]):
         self._waits = True
         try:
             return await self._retried()
+        except BaseException as exc:
+            self._is_cut_short = not isinstance(exc, Exception)
+            raise
         finally:
             self._waits, self._is_begun = False, True
 
@@ -204,6 +210,6 @@ class SupervisedStream(AsyncIterator[Any]):
 
     async def aclose(self) -> None:
         """Close the remote generator: its `finally` runs. `break` does the same."""
-        self._is_begun = True
+        self._is_begun, self._is_cut_short = True, False
         if self._stream is not None:
             await self._stream.aclose()

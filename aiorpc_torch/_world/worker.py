@@ -24,9 +24,9 @@ from .._handles.mistakes import mistakes_explained
 from .._inspection.dump import dump_on_signal
 from .._inspection.snapshot_socket import offered
 from .._node.config import OnFailure, WorkerConfig, watchdog_seconds
-from .._node.membership import Children
+from .._node.membership import Children, Membership
 from .._node.node import Node, host_for
-from .._peers.changes import Change
+from .._peers.changes import Change, Entry
 from .._peers.peers import Peer, Peers, State
 from .._port.dialer import Dialer
 from .._port.network import loopback_only, requested_interface
@@ -130,22 +130,20 @@ class Worker:
         self._check_peer("peer", peer)
         await self._node.membership.wait_until_alive(peer)
 
-    async def changes(self) -> AsyncIterator[Change]:
+    def changes(self) -> AsyncIterator[Change]:
         """Yield each change of this world's membership: workers that join, leave, are lost, return.
 
             async for change in me.changes():
                 if change.kind == "lost":
                     log.warning("%s: %s", change.name, change.reason)
 
-        None is missed from the first step on, however slow the loop. Any number of tasks may read,
-        also on other event loops; each sees every change, in one order. The iteration ends when
-        this worker has left. In a world of `attach`, "joined" and "left" tell of peers that attach
-        and leave; a peer that had attached before this worker joins once it has answered.
+        None is missed from this call on, however slow the loop, and also if a wait for the next one
+        is cancelled. Any number of tasks may read, also on other event loops; each sees every
+        change, in one order. The iteration ends when this worker has left. In a world of `attach`,
+        "joined" and "left" tell of peers that attach and leave; a peer that had attached before
+        this worker joins once it has answered.
         """
-        entry = self._node.membership.log.end
-        while (following := await self._node.membership.next_change(entry)) is not None:
-            entry = following
-            yield entry.change
+        return _Changes(self._node.membership)
 
     async def serve(self, until: str | None = None) -> None:
         """Serve until every live peer has left or serves too; or until one peer has left.
@@ -361,6 +359,27 @@ async def worker(
         tls = await start_step(partial(find_tls, tls), config.start_timeout)
         async with run_worker(replace(config, tls=tls)) as me:
             yield me
+
+
+class _Changes(AsyncIterator[Change]):
+    """The changes of a world from now on, also after a cancelled wait."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._entry: Entry | None = membership.log.end
+
+    async def __anext__(self) -> Change:
+        following = None
+        if self._entry is not None:
+            following = await self._membership.next_change(self._entry)
+        self._entry = following
+        if following is None:
+            raise StopAsyncIteration
+        return following.change
+
+    async def aclose(self) -> None:
+        """End the iteration."""
+        self._entry = None
 
 
 def _interface(given: str | None, is_single_host: bool) -> str | None:

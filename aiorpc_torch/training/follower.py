@@ -1,7 +1,6 @@
 """The followers of published weights: `follow`, and the `Follower` that it returns."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -134,12 +133,8 @@ class Follower:
             await self._put_in()
         return self.version
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        version = self.version
-        with contextlib.suppress(WorkerLeft, NotInWorld):
-            while True:
-                version = await self.wait(version + 1)
-                yield version
+    def __aiter__(self) -> AsyncIterator[int]:
+        return _Versions(self)
 
     def hold(self) -> "Hold":
         """Return a context in which the version does not change: for code of several steps.
@@ -199,6 +194,21 @@ class Follower:
         self._receiver.check_open()
         if self._holds.is_held_here():
             raise RuntimeError("the version cannot change inside of hold(): leave it first")
+
+
+class _Versions(AsyncIterator[int]):
+    """The versions of a follower. Unlike an async generator it outlives a cancelled wait."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._version = follower.version
+
+    async def __anext__(self) -> int:
+        try:
+            self._version = await self._follower.wait(self._version + 1)
+        except (WorkerLeft, NotInWorld):
+            raise StopAsyncIteration from None
+        return self._version
 
 
 class Hold:

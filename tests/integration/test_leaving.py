@@ -249,3 +249,16 @@ def test_leaving_without_rank_0(started: Callable[..., list[Process]]) -> None:
         each.tell("leave")
     for each in (first, second):
         each.hear("left")
+
+
+@pytest.mark.promise("streams.cut_short")
+async def test_changes_go_on_after_a_wait_that_was_cancelled() -> None:
+    """None is missed, also of those since the call of `changes`."""
+    async with aiorpc.local_world(1) as me:
+        changes, name = aiter(me.changes()), me.peers[0]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(changes), 0.01)
+        await me.stop(name)
+        assert (await anext(changes)).kind == "left"
+    with pytest.raises(StopAsyncIteration):
+        await anext(changes)

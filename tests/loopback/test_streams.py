@@ -265,7 +265,7 @@ async def test_garbage_changes_no_connection_in_place() -> None:
 
 @pytest.mark.promise("streams.close")
 async def test_cancelled_while_it_waits_for_an_item() -> None:
-    """The generator is cancelled where it waits, and the iterator ends."""
+    """The generator is cancelled where it waits, and the iterator says so."""
     rref = await streams()
     stream = aiter(remote(rref).follow())
     await remote(rref).put("first")
@@ -276,7 +276,7 @@ async def test_cancelled_while_it_waits_for_an_item() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await closed(rref) == 1
-    with pytest.raises(StopAsyncIteration):
+    with pytest.raises(RuntimeError, match="a wait for its next item was cancelled"):
         await anext(stream)
 
 
