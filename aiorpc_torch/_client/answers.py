@@ -21,6 +21,7 @@ from ..errors import (
     WorkerGone,
     WorkerLeft,
     WorkerLost,
+    WorkerUnreachable,
 )
 
 log = logging.getLogger("aiorpc_torch")
@@ -85,6 +86,15 @@ def is_own(exc: BaseException | None) -> TypeGuard[WorkerGone]:
     The method's exception has a RemoteTraceback as its cause.
     """
     return isinstance(exc, WorkerGone) and not isinstance(exc.__cause__, RemoteTraceback)
+
+
+def is_interrupted(exc: BaseException | None) -> TypeGuard[WorkerGone]:
+    """Return whether a call's own worker was lost, or its connection, so that it may have run.
+
+    In both cases the worker may be waited for (`wait_until_alive`), and called again.
+    """
+    is_cut = isinstance(exc, WorkerUnreachable) and exc.may_have_run
+    return is_own(exc) and (isinstance(exc, WorkerLost) or is_cut)
 
 
 def exception_of(answer: Any, target: Target) -> BaseException | None:

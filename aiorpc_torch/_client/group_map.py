@@ -29,7 +29,7 @@ from .._context.interception import CallInfo, End, begin_group, is_needed
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
-from ..errors import CallTimeout, RpcError, WorkerLeft, WorkerLost
+from ..errors import CallTimeout, RpcError, WorkerLeft, WorkerLost, WorkerUnreachable
 from .answers import exception_of
 from .call import has_passed
 from .connection import Connection
@@ -342,6 +342,14 @@ class _MapRun:
         if type(answer) is CallAborted and self._is_leaving(failure):
             take_back = self._schedule.lose if answer.was_sent else self._schedule.withdraw
             take_back(index, member, failure)
+            self.results.set()
+        elif type(answer) is CallAborted and isinstance(failure, WorkerUnreachable):
+            is_member = member in self._members
+            if is_member:  # only its connection had ended
+                self._schedule.expect(member)
+            self._schedule.lose(index, member, failure)
+            if is_member:
+                self._schedule.restore(member)
             self.results.set()
         elif type(answer) is CallAborted and isinstance(failure, WorkerLost):
             supervised = self._members.get(member)

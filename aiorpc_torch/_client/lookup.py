@@ -12,7 +12,8 @@ from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
-from ..errors import CallTimeout, RemoteError, WorkerLost
+from ..errors import CallTimeout, RemoteError, WorkerGone
+from .answers import is_interrupted
 from .call import RemoteCall
 from .named_members import members
 from .pool import ConnectionPool, WorkerRef, current
@@ -76,7 +77,9 @@ async def _find(pool: ConnectionPool, worker: str, name: str, due: float | None)
                     return found  # type: ignore[return-value]
                 names = found
             raise RemoteError(f"worker {worker!r} ended the lookup of {name!r}")
-        except WorkerLost:
+        except WorkerGone as exc:
+            if not is_interrupted(exc):
+                raise
             late = await _wait_until_alive(pool, worker, due)
         except CallTimeout as exc:
             late = exc

@@ -27,7 +27,7 @@ from ..errors import (
     WorkerLeft,
     WorkerLost,
 )
-from .answers import is_own
+from .answers import is_interrupted, is_own
 from .call import create_object
 from .pool import ConnectionPool, current
 from .supervision import Supervision
@@ -223,8 +223,8 @@ class Supervised(Generic[T]):
         factory, args, kwargs = self._making
         try:
             rref = await create_object(self._worker, factory, args, kwargs)
-        except WorkerLost as exc:
-            if not is_own_loss(exc):
+        except WorkerGone as exc:
+            if not is_interrupted(exc):
                 raise
             with self._lock:
                 self._supervision.lose_again()

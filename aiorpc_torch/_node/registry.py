@@ -16,13 +16,14 @@ from typing import Any
 from torch.distributed.rpc import RRef
 
 from .._aio.loops import call_soon
+from .._client.answers import is_interrupted
 from .._client.call import RemoteCall
 from .._endpoint.name_table import NameTable
 from .._endpoint.names import State, take_state, watch_state
 from .._peers.peers import Peers
 from .._wire.handshake import Party
 from .._wire.targets import FunctionTarget
-from ..errors import RpcError, WorkerLost
+from ..errors import RpcError, WorkerGone
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -146,7 +147,9 @@ class Registry:
         target = FunctionTarget(watch_state)
         try:
             state = await RemoteCall(peer, target, None, name, me.name, me.worker_id)
-        except WorkerLost:
+        except WorkerGone as exc:
+            if not is_interrupted(exc):
+                raise
             return False
         self.take(name, Party(peer, process), state)
         return True
@@ -204,7 +207,9 @@ class Registry:
         )
         try:
             is_watched = await call
-        except WorkerLost:
+        except WorkerGone as exc:
+            if not is_interrupted(exc):
+                raise
             await self._wait_until_alive(watcher.name)
             return False
         if self._watchers.get((name, watcher)) is not told:

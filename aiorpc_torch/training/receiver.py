@@ -17,6 +17,7 @@ from .. import (
     RRef,
     WorkerGone,
     WorkerLost,
+    WorkerUnreachable,
     lookup,
     remote,
     timeout as bounded,
@@ -158,7 +159,11 @@ class Receiver:
                 try:
                     await self._receive_next(self.version)
                     await self._pause()
-                except (WorkerLost, CallTimeout) as lost:  # of the search for another relay
+                except CallTimeout as late:  # of the search for another relay
+                    await self._find_again(late)
+                except WorkerGone as lost:
+                    if not _may_return(lost):
+                        raise
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
             self._error = exc
@@ -200,7 +205,9 @@ class Receiver:
                 publisher = await lookup(self._name, on=self._on)
             try:
                 relay, name = await self._find_source(publisher, me, lost)
-            except WorkerLost:  # once more; `lookup` raises if none will come
+            except WorkerGone as exc:  # once more; `lookup` raises if none will come
+                if not _may_return(exc):
+                    raise
                 continue
             if relay == me:
                 start_relay(name, publisher)
@@ -254,3 +261,9 @@ class Receiver:
 
     def _is_wanted(self) -> bool:
         return max(self._wanted, default=-1) > self.version
+
+
+def _may_return(gone: WorkerGone) -> bool:
+    """Return whether a worker was lost, or only its connection: others may come, or it goes on."""
+    is_cut = isinstance(gone, WorkerUnreachable) and gone.may_have_run
+    return isinstance(gone, WorkerLost) or is_cut

@@ -397,6 +397,9 @@ async def test_a_connection_that_is_closed(machines: tuple[Machine, Machine]) ->
                 assert "may have run" in each
             assert 0 < results <= count < CALLS
             assert results > CALLS / 2
+        results, count, version = await nodes[0].hears("went on")
+        assert (results, version) == (300, 1)
+        assert count >= 300  # a few ran twice: the map says so
         for node in nodes:
             assert "lost" not in await node.hears("changes")
             code, errors = await node.end()

@@ -33,6 +33,7 @@ from aiorpc_torch._client import pool
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._torch.transport import ping, wrap_future
 from aiorpc_torch.testing import Gate
+from aiorpc_torch.training import Weights, follow
 from tests.support import actors
 from tests.support.tensor_shelf import TensorShelf
 
@@ -220,13 +221,14 @@ async def closed(rank: int, **world: Any) -> None:
             (peer,) = me.peers
             for _ in range(3):
                 await _close_connection(peer, remote(await create(peer, ClosedCounter)))
+            await _close_while_all_wait(peer, await create(peer, ClosedCounter))
     tell("changes", await changes)
 
 
 class ClosedCounter(actors.Counter):
     """A counter that closes the connections of its callers, as a router may."""
 
-    async def close(self) -> None:
+    async def cut(self) -> None:
         server: Any = entry_points.serving()
         for session in server.sessions.of_peers():
             session._transport.abort()
@@ -235,11 +237,39 @@ class ClosedCounter(actors.Counter):
 async def _close_connection(peer: str, counter: Any) -> None:
     """Tell how many calls had a result, which errors others had, and the count."""
     start = time.monotonic()
-    calls = [outcome("call", counter.close() if n == 9 else counter.aadd(1)) for n in range(CALLS)]
+    calls = [outcome("call", counter.cut() if n == 9 else counter.aadd(1)) for n in range(CALLS)]
     found = [value for _, value, _ in await asyncio.gather(*calls)]
     errors = [each for each in found if not each.isdigit()]
     seconds = time.monotonic() - start
     tell("closed", [CALLS - len(errors), sorted({*errors}), await counter.aadd(0), seconds])
+
+
+async def _close_while_all_wait(peer: str, counter: Any) -> None:
+    """Tell what comes of a map, and of waits for names and versions, over a closed connection."""
+    await aiorpc.call(peer, publish, 0.0)
+    policy = await follow("policy", on=peer)
+    looked, named = asyncio.ensure_future(aiorpc.lookup("late", on=peer)), aiorpc.members("late")
+    version = asyncio.ensure_future(policy.wait(1))
+    found = []
+    async for value in Group([counter]).map(ClosedCounter.aadd, [1] * 300, in_flight=20):
+        found.append(value)
+        if len(found) == 100:
+            await outcome("cut", remote(counter).cut())
+    await aiorpc.call(peer, aiorpc.register, "late", counter)
+    await named.wait()
+    await aiorpc.call(peer, publish, 1.0)
+    tell("went on", [len(found), await remote(await looked).aadd(0), await version])
+    await policy.aclose()
+
+
+weights = Weights({"w": torch.zeros(1)})
+
+
+async def publish(value: float) -> None:
+    if value:
+        await weights.publish({"w": torch.full((1,), value)})
+    else:
+        aiorpc.register("policy", weights)
 
 
 MEMBERS = 4
