@@ -252,6 +252,12 @@ def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
 def _check_signature(function: Callable[..., Any]) -> None:
     if not callable(function) or isinstance(function, staticmethod | classmethod | type):
         raise TypeError(f"batched decorates a function (under @staticmethod), got {function!r}")
+    plain = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        raise TypeError(
+            f"{function.__qualname__} is a generator, and a batched function returns one result "
+            "for each caller: to stream items, iterate a method without @batched"
+        )
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise TypeError(

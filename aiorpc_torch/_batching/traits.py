@@ -59,7 +59,11 @@ def _check_hashable(trait: str, value: Any) -> Hashable:
 
 
 def _check_weight(weight: Any, name: str) -> float:
-    if isinstance(weight, Real) and 0 <= float(weight) < float("inf"):
+    if not isinstance(weight, Real):
+        raise TypeError(
+            f"the weight of a call of {name} must be a number, got {weight!r}: return float(...)"
+        )
+    if 0 <= float(weight) < float("inf"):
         return float(weight)
     raise ValueError(
         f"the weight of a call of {name} must be at least 0 and finite, got {weight!r}"

@@ -20,6 +20,7 @@ from .._context.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
 from .._wire.ancestry import enter_scopes
+from .._wire.exceptions import try_add_note
 from ..errors import CallTimeout, RpcError
 from .calls import Joiner, ServerCall
 from .exclusive_calls import CallInTurn
@@ -181,6 +182,8 @@ class Executor:
             steps = (call.invoke,) if recording is None else (recording.run, call.invoke)
             value = run_in_method(*steps)
         except BaseException as exc:  # SystemExit too goes to the caller
+            if isinstance(exc, RuntimeError) and str(exc) == "no running event loop":
+                try_add_note(exc, _NO_LOOP)
             call.fail(exc)
         else:
             self._on_return(call, value)
@@ -215,6 +218,12 @@ class Executor:
         """Stop the threads, and log how many still run user code after `timeout` seconds."""
         if stuck := self._threads.close(timeout):
             log.warning("%d plain `def` calls still run on worker %s", stuck, name)
+
+
+_NO_LOOP = (
+    "(constructors and plain `def`s run in a thread, without an event loop: start tasks in an "
+    "`async def` method, or create the object by an `async def` function that returns it)"
+)
 
 
 def _fail_if_expired(call: ServerCall) -> bool:

@@ -249,3 +249,48 @@ async def test_a_method_that_is_iterated() -> None:
     with pytest.raises(TypeError, match=r"is not a generator, it returned int: use `await`"):
         async for _ in remote(RRef(Model())).double(1):
             pass
+
+
+# ── where there is no loop, no row and no number ────────────────────────────────────────────────
+
+
+class StartsTask:
+    """An object whose constructor needs an event loop."""
+
+    def __init__(self) -> None:
+        self.task = asyncio.get_running_loop().create_future()
+
+
+async def test_a_constructor_that_needs_the_event_loop() -> None:
+    """The error says what to write, which works."""
+    with pytest.raises(RuntimeError, match="no running event loop") as raised:
+        await create("main", StartsTask)
+    assert any("`async def` function that returns it" in each for each in raised.value.__notes__)
+
+    async def make() -> StartsTask:
+        return StartsTask()
+
+    await create("main", make)
+
+
+def test_a_batched_generator() -> None:
+    """At the decoration."""
+
+    def items(xs: list[int]) -> Any:
+        yield xs
+
+    async def aitems(xs: list[int]) -> Any:
+        yield xs
+
+    for function in (items, aitems):
+        with pytest.raises(TypeError, match=r"items is a generator, .* without @batched"):
+            batched(max_size=2)(function)
+
+
+async def test_a_weight_that_is_no_number() -> None:
+    @batched(max_size=2, weight=lambda x: x.sum(), max_weight=3)
+    async def total(xs: list[Any]) -> list[Any]:
+        return xs
+
+    with pytest.raises(TypeError, match=r"must be a number, got tensor\(2\.\): return float"):
+        await total(torch.ones(2))
