@@ -5,7 +5,7 @@ import pytest
 from .children import FAULTS, STEPS, Run
 
 QUICK = ("cancel",)
-STRIDE, QUICK_STRIDE = 6, 60  # callbacks between two of the steps that are tried
+STRIDE, QUICK_STRIDE = 9, 60  # callbacks between two of the steps that are tried
 
 
 def _cases() -> list[object]:

@@ -22,6 +22,7 @@ ON_SOCKETS = {"large argument over sockets", "large result over sockets"}
 ON_SOCKETS |= {"large group call over sockets"}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
 SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
+LEAVING = 25  # the same in the rest, of a case on tensor sockets
 
 
 def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
@@ -46,7 +47,9 @@ def _cases() -> Iterator[Any]:
             if sample != 0:
                 yield pytest.param(operation, fault, sample, id=name)
             if sample is not None:
-                yield pytest.param(operation, fault, None, id=f"{name}-all", marks=pytest.mark.slow)
+                # On sockets, some of the steps at which a world is left: each takes a second.
+                most = LEAVING if fault.leaves and operation.way == "sockets" else None
+                yield pytest.param(operation, fault, most, id=f"{name}-all", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -396,7 +396,7 @@ async def test_a_connection_that_is_closed(machines: tuple[Machine, Machine]) ->
                 assert "WorkerUnreachable" in each
                 assert "may have run" in each
             assert 0 < results <= count < CALLS
-            assert results > CALLS / 2
+            assert results > CALLS / 2  # a window of calls was under way
         results, count, version = await nodes[0].hears("went on")
         assert (results, version) == (300, 1)
         assert count >= 300  # a few ran twice: the map says so
@@ -414,14 +414,16 @@ async def check_path(node: Node, *, is_large: bool) -> None:
     for name, outcome, seconds in await node.hears("ended"):
         print(f"{name}: {outcome} after {seconds:.2f} s")
         assert seconds < PATH_HEARTBEAT + 1 + SLACK
-        if not is_large or name == "call":
+        if name == "large" and not outcome.startswith("Worker"):
+            assert outcome.startswith("tensor")  # it was not sent, and goes over the next one
+        elif not is_large or name == "call":
             assert "WorkerUnreachable" in outcome
-            assert "may have run" in outcome or (name == "large" and "was not sent" in outcome)
+            assert "may have run" in outcome
     _, outcome, seconds = await node.hears("next")
     assert not outcome.startswith("Worker"), outcome
     print(f"works again {time.monotonic() - start:.2f} s after the path was lost")
     _, outcome, _ = await node.hears("next")
-    assert is_large == outcome.startswith("Worker"), outcome
+    assert is_large or outcome.startswith("tensor"), outcome
 
 
 def received(machine: Machine) -> int:
