@@ -60,7 +60,7 @@ def _check_hashable(trait: str, value: Any) -> Hashable:
 
 def _check_weight(weight: Any, name: str) -> float:
     if not isinstance(weight, Real):
-        raise TypeError(
+        raise ValueError(
             f"the weight of a call of {name} must be a number, got {weight!r}: return float(...)"
         )
     if 0 <= float(weight) < float("inf"):

@@ -292,5 +292,5 @@ async def test_a_weight_that_is_no_number() -> None:
     async def total(xs: list[Any]) -> list[Any]:
         return xs
 
-    with pytest.raises(TypeError, match=r"must be a number, got tensor\(2\.\): return float"):
+    with pytest.raises(ValueError, match=r"must be a number, got tensor\(2\.\): return float"):
         await total(torch.ones(2))
