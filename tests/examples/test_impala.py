@@ -66,6 +66,7 @@ def test_a_rollout_leaves_the_queue_once() -> None:
     assert [*queue] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["shared", "own"])
 async def test_rollouts_of_both_forms(policy: str) -> None:
     """Each has the steps of one environment, and the version that was asked for."""

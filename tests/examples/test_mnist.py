@@ -115,6 +115,7 @@ def schedules(draw: st.DrawFn) -> list[int]:
     return draw(st.permutations([n for n, many in enumerate(turns) for _ in range(3 * many)]))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=schedules(), momentum=st.sampled_from([0.0, 0.5]))
 @example(schedule=[0, 1, 1, 1, 0, 0], momentum=0.0)

@@ -53,6 +53,7 @@ async def contribute(ps: ParameterServer, name: str, batch: tuple[Tensor, Tensor
     return model
 
 
+@pytest.mark.slow
 async def test_a_round_is_a_step_on_all_batches() -> None:
     """For three steps with momentum: the single process's very model."""
     ps = ParameterServer(options())

@@ -15,11 +15,10 @@ from .operations import OPERATIONS, WORLDS, Operation
 from .search import Search
 
 # In `make test` each operation meets these faults, and one more in turn. Of those on tensor sockets
-# only some: each takes a second.
+# only one does: each takes a second.
 ALWAYS = ("cancel", "torch raises", "watching raises", "socket fails", "no memory")
 IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
-ON_SOCKETS = {"large argument over sockets", "large result over sockets"}
-ON_SOCKETS |= {"large group call over sockets"}
+ON_SOCKETS = {"large result over sockets"}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
 SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
 LEAVING = 25  # the same in the rest, of a case on tensor sockets

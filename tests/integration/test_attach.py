@@ -453,6 +453,7 @@ def free(players: Players) -> None:
     players["t0"].run(set_event, "free")
 
 
+@pytest.mark.slow
 def test_all_of_torchs_threads_are_blocked(players: Players) -> None:
     """A call that takes longer than the heartbeat ends well: event loops answer the pings."""
     for name in ("ps", "t0"):
@@ -471,6 +472,7 @@ def test_all_of_torchs_threads_are_blocked(players: Players) -> None:
     assert found == "no error, but 'slept'"
 
 
+@pytest.mark.slow
 def test_an_introduction_waits_for_torchs_threads(players: Players) -> None:
     """The peer is not lost, though nothing of it answers for longer than the heartbeat."""
     players["ps"].run(_enter_with, {"heartbeat": HEARTBEAT})

@@ -131,6 +131,7 @@ STACKED: Plan = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.promise("autograd.gradients", "autograd.many")
 @settings(
     max_examples=3,

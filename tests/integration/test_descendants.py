@@ -60,7 +60,7 @@ async def end(me: Worker, kind: str, how: str, folder: Path) -> None:
 
 KINDS = ["pool", "forks", "processes", "subprocesses"]
 ENDS = ["it raises", "it is killed", "its parent raises"]
-QUICK = {("forks", "it is killed"), ("pool", "it raises")}
+QUICK = {("forks", "it is killed")}
 
 
 @pytest.mark.promise("worlds.descendants")

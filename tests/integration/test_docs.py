@@ -41,9 +41,10 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
     assert [text for _, text in blocks(page, "text")] in ([], [done.stdout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=() if "first-call" in page else pytest.mark.slow) for page in STEPS],
+    STEPS,
 )
 def test_a_step_of_the_tutorial(page: str, tmp_path: Path) -> None:
     """A reader saves its file, runs its commands at once, and sees the texts in their order."""

@@ -156,6 +156,7 @@ async def test_what_a_fork_drops_stays_with_its_worker(caller: Any) -> None:
         assert await caller.next_item() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.forks_call")
 def test_the_worker_that_a_fork_inherits(tmp_path: Path) -> None:
     """What `in_thread` yields waits for nothing in a fork, which ends with the block."""

@@ -98,6 +98,7 @@ async def test_children_draw_different_numbers() -> None:
         assert not set(one) & set(other)
 
 
+@pytest.mark.slow
 async def test_a_variable_that_torch_reads_starts_another_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,6 +222,7 @@ async def test_preloaded_modules_are_imported_once(module: Any) -> None:
         assert server() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
@@ -367,6 +369,7 @@ async def test_a_frozen_server_holds_up_no_world(when: str) -> None:
         assert server() != frozen
 
 
+@pytest.mark.slow
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
     """Its children say so, and the start ends at once."""
     path = program(
@@ -384,6 +387,7 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
     assert "is lost: its process ended with exit code 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file() -> None:
     """No name of the server stands in its children for one of the program's `__main__`."""
     done = run(

@@ -51,6 +51,7 @@ def test_a_process_name_that_is_no_text() -> None:
         name.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_a_server_whose_program_ends_while_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
     """It ends in silence: before its report that it is ready, and after, if that was not read."""
     ends, pids = [], []

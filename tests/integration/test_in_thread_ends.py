@@ -119,6 +119,7 @@ def test_an_exception_of_the_block(tmp_path: Path) -> None:
     assert done.stderr.count("LookupError: of the block") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.in_thread")
 def test_what_runs_when_the_block_is_left(tmp_path: Path) -> None:
     """Calls of other threads end, and later ones raise."""

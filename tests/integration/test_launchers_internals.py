@@ -24,6 +24,7 @@ def free_job(monkeypatch: pytest.MonkeyPatch) -> str:
             return os.environ["SLURM_JOB_ID"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.launchers")
 def test_tasks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks of Slurm on one node, with nothing else in their environment."""

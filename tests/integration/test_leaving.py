@@ -106,6 +106,7 @@ def test_a_dead_peer_is_not_waited_for(started: Callable[..., list[Process]]) ->
     server.hear("left")
 
 
+@pytest.mark.slow
 def test_a_frozen_peer_is_not_waited_for(started: Callable[..., list[Process]]) -> None:
     """It is lost after `heartbeat`, though nothing else asks for it."""
     server, first, second = started("")

@@ -116,6 +116,7 @@ def run(*args: str, **options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["-c", pytest.param("stdin", marks=pytest.mark.slow)])
 def test_a_program_without_a_file(way: str) -> None:
     """In its own process, and with a child: by `python -c` and from the standard input."""
@@ -167,6 +168,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.open")
 @pytest.mark.parametrize(
     "way",

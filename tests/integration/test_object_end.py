@@ -62,6 +62,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 def test_objects_end_where_torch_counts(tmp_path: Path) -> None:
     """With the last RRef, on any worker, or when their worker leaves; each once."""

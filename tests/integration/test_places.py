@@ -90,6 +90,7 @@ def hung(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_file_system_that_hangs(hung: Path, tmp_path: Path, rank: int) -> None:
     """The error names the file, and the process ends."""
@@ -115,6 +116,7 @@ def test_a_signal_while_a_file_system_hangs(hung: Path, tmp_path: Path) -> None:
         assert time.monotonic() - begun < SOON
 
 
+@pytest.mark.slow
 @needs_etcd
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_etcd_that_is_frozen(tmp_path: Path, rank: int) -> None:

@@ -72,6 +72,7 @@ def address() -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.process_group")
 @pytest.mark.parametrize("order", ["group", pytest.param("world", marks=pytest.mark.slow)])
 def test_by_hand(order: str) -> None:

@@ -150,6 +150,7 @@ async def test_a_rejoin_while_others_work() -> None:
         assert await remote(counter).add(0) == done > 0
 
 
+@pytest.mark.slow
 def test_run_local_restarts_main(tmp_path: Path) -> None:
     """It restarts after an exception and after a death, with `me.restarts` above 0."""
     path = program(

@@ -76,6 +76,7 @@ def lives(tmp_path: Path) -> Any:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.promise("calls.retries")
 async def test_a_supervised_object(lives: Any) -> None:
     """A call that may have run waits for the next incarnation, up to so often."""

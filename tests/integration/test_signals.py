@@ -127,6 +127,7 @@ def test_sigterm_of_one_worker(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.signals")
 @pytest.mark.parametrize("how", ["", pytest.param(UVLOOP, id="uvloop", marks=on_uvloop)])
 def test_a_second_interrupt_ends_at_once(tmp_path: Path, how: str) -> None:
@@ -187,6 +188,7 @@ def none_left(parent: "subprocess.Popen[str]") -> bool:
     return not session_of(parent)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.stop_in_order")
 @pytest.mark.parametrize("what", ["waits", pytest.param("restarts", marks=pytest.mark.slow)])
 def test_sigterm_to_a_group_twice(tmp_path: Path, what: str) -> None:
@@ -283,6 +285,7 @@ def test_a_world_in_a_thread() -> None:
     assert seen == [("main", True)]
 
 
+@pytest.mark.slow
 def test_a_world_that_is_never_left(tmp_path: Path) -> None:
     """The program ends, without "terminate called" or an abort."""
     path = program(

@@ -149,6 +149,7 @@ async def test_a_slow_worker_and_a_queue_are_named(
 # ── the command ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 async def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """And a picture, in which no font is fetched."""
     async with aiorpc.local_world(0):

@@ -175,6 +175,7 @@ async def test_killed_peer_is_lost() -> None:
     assert time.monotonic() - start < 5 + SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.child_dies")
 def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     """It is reported at once, not after the whole start_timeout."""
@@ -266,6 +267,7 @@ def test_a_child_ends_its_threads_first(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_child_that_fails_waits_for_no_thread(tmp_path: Path) -> None:
     """Its exception is raised at once, though a thread of it would never end."""
     path = program(
@@ -286,6 +288,7 @@ def test_a_child_that_fails_waits_for_no_thread(tmp_path: Path) -> None:
     assert "ValueError: boom" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.failure")
 def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
     """A class of the child's own `__main__`, its traceback as the cause, a non-zero exit code."""
@@ -313,6 +316,7 @@ def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
     assert done.stderr.count("raise Boom(") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_exception_defined_in_main(tmp_path: Path) -> None:
     """What a child raises in a call, defined in the script itself, arrives as itself.
 
@@ -482,6 +486,7 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
     assert not isinstance(raised.value.__cause__, RemoteTraceback)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.exit")
 @pytest.mark.parametrize("how", ["blocks", "works", "ignores", "batch"])
 def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
@@ -568,6 +573,7 @@ async def test_torch_gathers_from_all_workers() -> None:
     assert found == [{"main": 1, "b": 2}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.promise("calls.script")
 def test_a_function_that_only_the_parents_script_has(tmp_path: Path) -> None:
     """By name as the target of a call, and pickled in its arguments."""
