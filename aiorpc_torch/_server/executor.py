@@ -182,7 +182,7 @@ class Executor:
             steps = (call.invoke,) if recording is None else (recording.run, call.invoke)
             value = run_in_method(*steps)
         except BaseException as exc:  # SystemExit too goes to the caller
-            if isinstance(exc, RuntimeError) and str(exc) == "no running event loop":
+            if isinstance(exc, RuntimeError) and exc.args == ("no running event loop",):
                 try_add_note(exc, _NO_LOOP)
             call.fail(exc)
         else:
