@@ -138,8 +138,8 @@ def test_torchrun_on_each_node(slurm: Slurm, tmp_path: Path) -> None:
     script = f"#!/bin/bash\n{block_of_the_guide(TORCHRUN)}"
     code, lines = batch(slurm, tmp_path, script, *options)
     assert code == 0, lines
-    found = sorted(line for line in lines if line.startswith("worker"))
-    assert found == [f"worker{rank} of 8" for rank in range(8)], lines
+    said = "".join(lines)  # torchrun's processes write a text and its newline apart
+    assert all(said.count(f"worker{rank} of 8") == 1 for rank in range(8)), lines
 
 
 def test_two_steps_at_once(slurm: Slurm, tmp_path: Path) -> None:
