@@ -17,7 +17,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, GroupError, RpcError, RRef, WorkerLost, call, create, remote
+from aiorpc_torch import (
+    Group,
+    GroupError,
+    RpcError,
+    RRef,
+    WorkerLost,
+    WorkerUnreachable,
+    call,
+    create,
+    remote,
+)
 from aiorpc_torch._carrier import socket_threads, tensor_sockets
 from aiorpc_torch._carrier.memory import receive_memory_of
 
@@ -90,7 +100,7 @@ class Soak:
         while True:
             try:
                 return await create(worker, shelf.Shelf)
-            except WorkerLost:
+            except (WorkerLost, WorkerUnreachable):
                 await self._me.wait_for(worker)
 
     async def _meet(self, shelves: list[RRef[shelf.Shelf]]) -> None:
@@ -152,10 +162,10 @@ class Soak:
 
 
 def is_loss(exc: BaseException) -> bool:
-    """Return whether a call ended because its worker was lost, or the one that it has called."""
+    """Return whether a call ended since its worker was lost, or its connection; or a nested one."""
     if isinstance(exc, GroupError):
         return all(map(is_loss, exc.exceptions))
-    return isinstance(exc, WorkerLost)
+    return isinstance(exc, WorkerLost | WorkerUnreachable)
 
 
 async def samples() -> list[Sample]:
