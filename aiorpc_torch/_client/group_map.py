@@ -344,12 +344,7 @@ class _MapRun:
             take_back(index, member, failure)
             self.results.set()
         elif type(answer) is CallAborted and isinstance(failure, WorkerUnreachable):
-            is_member = member in self._members
-            if is_member:  # only its connection had ended
-                self._schedule.expect(member)
-            self._schedule.lose(index, member, failure)
-            if is_member:
-                self._schedule.restore(member)
+            self._schedule.interrupt(index, member, failure)
             self.results.set()
         elif type(answer) is CallAborted and isinstance(failure, WorkerLost):
             supervised = self._members.get(member)

@@ -144,13 +144,26 @@ class MapSchedule:
 
     def lose(self, index: int, member: int, failure: BaseException) -> None:
         """Note that `member` was lost with an item: another gets it, or it has failed."""
+        self._retry(index, failure)
+        self._remove(member, failure)
+
+    def interrupt(self, index: int, member: int, failure: BaseException) -> None:
+        """Note that the connection to `member`, which lives, has ended with an item: as `lose`.
+
+        The member gets further items.
+        """
+        self._add_load(member, -1)
+        self._retry(index, failure)
+        if not self._has_members():  # all were lost meanwhile
+            self.fail_unassigned(failure)
+
+    def _retry(self, index: int, failure: BaseException) -> None:
         attempts = self._attempts.pop(index, 0)
         if attempts < self._retries:
             self._attempts[index] = attempts + 1
             self._unassigned.appendleft(index)
         else:
             self._outcomes[index] = Outcome(None, failure)
-        self._remove(member, failure)
 
     def expect(self, member: int) -> None:
         """Note that a lost member is made again: items wait until `restore` or `give_up`."""

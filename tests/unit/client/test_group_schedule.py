@@ -279,6 +279,41 @@ def test_retries_are_counted_per_item(retries: int) -> None:
     assert outcome.failure.args == (retries,)
 
 
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_a_member_whose_connection_ends_has_no_more_items_than_before(
+    in_flight: int, members: int
+) -> None:
+    """Each of its items is given again at once, as the answers for them come one by one."""
+    schedule = MapSchedule(members, in_flight, 1)
+    running: list[tuple[int, int]] = []
+
+    def send() -> None:
+        while schedule.may_take():
+            schedule.take()
+            while (assigned := schedule.assign()) is not None:
+                running.append(assigned)
+        while (assigned := schedule.assign()) is not None:
+            running.append(assigned)
+        assert max(Counter(member for _, member in running).values()) <= in_flight
+
+    send()
+    for index, member in [each for each in running if each[1] == 0]:
+        running.remove((index, member))
+        schedule.interrupt(index, member, ConnectionError())
+        send()
+    assert len(running) == members * in_flight
+
+
+def test_an_interrupted_item_whose_members_are_lost_meanwhile() -> None:
+    schedule = MapSchedule(1, 2, 1)
+    assert [schedule.take(), schedule.take()] == [0, 1]
+    assert [schedule.assign(), schedule.assign()] == [(0, 0), (1, 0)]
+    schedule.lose(0, 0, ConnectionError("lost"))
+    schedule.interrupt(1, 0, gone := ConnectionError("cut"))
+    assert schedule.next_outcome() is not None
+    assert schedule.next_outcome() == Outcome(None, gone)
+
+
 def test_items_wait_for_a_member_that_is_made_again() -> None:
     """It gets them when it is restored, also those that other members have lost since."""
     schedule = MapSchedule(2, 1, 1)
