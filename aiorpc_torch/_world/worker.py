@@ -366,20 +366,30 @@ class _Changes(AsyncIterator[Change]):
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._entry: Entry | None = membership.log.end
+        self._entry: Entry | None = membership.log.end  # None: the iteration is over
+        self._is_awaited = False
 
     async def __anext__(self) -> Change:
-        following = None
-        if self._entry is not None:
-            following = await self._membership.next_change(self._entry)
-        self._entry = following
-        if following is None:
+        self._check_not_awaited()
+        if self._entry is None:
             raise StopAsyncIteration
-        return following.change
+        self._is_awaited = True
+        try:
+            self._entry = await self._membership.next_change(self._entry)
+        finally:
+            self._is_awaited = False
+        if self._entry is None:
+            raise StopAsyncIteration
+        return self._entry.change
 
     async def aclose(self) -> None:
         """End the iteration."""
+        self._check_not_awaited()
         self._entry = None
+
+    def _check_not_awaited(self) -> None:
+        if self._is_awaited:  # as for an async generator
+            raise RuntimeError("another task waits for the next change")
 
 
 def _interface(given: str | None, is_single_host: bool) -> str | None:

@@ -202,13 +202,20 @@ class _Versions(AsyncIterator[int]):
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._version = follower.version
+        self._is_over = False
 
     async def __anext__(self) -> int:
+        if self._is_over:
+            raise StopAsyncIteration
         try:
             self._version = await self._follower.wait(self._version + 1)
         except (WorkerLeft, NotInWorld):
             raise StopAsyncIteration from None
         return self._version
+
+    async def aclose(self) -> None:
+        """End the iteration; the follower goes on."""
+        self._is_over = True
 
 
 class Hold:

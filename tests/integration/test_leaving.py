@@ -263,3 +263,19 @@ async def test_changes_go_on_after_a_wait_that_was_cancelled() -> None:
         assert (await anext(changes)).kind == "left"
     with pytest.raises(StopAsyncIteration):
         await anext(changes)
+
+
+async def test_changes_have_one_reader_and_an_end() -> None:
+    """As an async generator: a second task is refused, also `aclose` while one waits."""
+    async with aiorpc.local_world(1) as me:
+        changes: Any = me.changes()
+        waiting = asyncio.ensure_future(anext(changes))
+        await asyncio.sleep(0)
+        for refused in (anext(changes), changes.aclose()):
+            with pytest.raises(RuntimeError, match="another task waits for the next change"):
+                await refused
+        await me.stop(me.peers[0])
+        assert (await waiting).kind == "left"
+        await changes.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(changes)

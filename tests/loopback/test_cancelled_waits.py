@@ -1,6 +1,7 @@
 """A wait for the next item that is cancelled: the stream has ended, and the next wait says so."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -109,3 +110,7 @@ async def test_versions(world: Worker) -> None:
         await cancel_wait(versions)
         assert await weights.publish({"w": torch.ones(1)}) == 1
         assert await anext(versions) == 1
+        async with contextlib.aclosing(versions):  # type: ignore[type-var]
+            pass
+        with pytest.raises(StopAsyncIteration):
+            await anext(versions)
