@@ -256,6 +256,7 @@ async def steps(given: argparse.Namespace, callee: Any) -> Row:
 
 async def policies(given: argparse.Namespace, policy: Any, many: int) -> Row:
     """Measure calls per second of `many` callers; each calls again when it is answered."""
+    # Not more calls in all for more callers: one by one, 256 callers of 100 rounds take a minute.
     state, rounds = torch.randn(64), 10 if given.quick else max(10, 3200 // many)
 
     async def asking(ask: Callable[[Tensor], Awaitable[Tensor]]) -> float:

@@ -767,15 +767,15 @@ class DirectoryClient:
         """Return whether no worker is left that would take the directory over."""
         if self._node is None or self._server is not None or not self._meeting.is_movable:
             return False
-        peers = [*self._node.members.peers.values()]
-        is_over = self._has_exited  # in order: the directory knows of each end
-        return not is_over and all(each.is_lost or each.has_told for each in peers)
+        if self._has_exited:  # in order: the directory knows of each end
+            return False
+        return all(each.is_lost or each.has_told for each in self._node.members.peers.values())
 
     async def _clear_record(self) -> None:
-        """Remove the record that a keeper has left for the next one: there will be none.
+        """Remove the record that its keeper leaves to the worker that takes the directory over.
 
-        Otherwise the next world at the place waits for one. The keeper's end and that of this
-        worker have crossed: it may not have closed the record yet.
+        There is none any more, and the next world at the place would wait for it. The keeper's end
+        and that of this worker have crossed: it may not have closed the record yet.
         """
         assert self._node is not None
         while (record := (seen := await self._look()).record) is not None:

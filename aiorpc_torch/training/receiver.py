@@ -264,6 +264,9 @@ class Receiver:
 
 
 def _may_return(gone: WorkerGone) -> bool:
-    """Return whether a worker was lost, or only its connection: others may come, or it goes on."""
+    """Return whether a worker was lost, or only its connection: others may come, or it goes on.
+
+    As `_client.answers.is_interrupted`, on public names.
+    """
     is_cut = isinstance(gone, WorkerUnreachable) and gone.may_have_run
     return isinstance(gone, WorkerLost) or is_cut

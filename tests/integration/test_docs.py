@@ -42,10 +42,7 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    STEPS,
-)
+@pytest.mark.parametrize("page", STEPS)
 def test_a_step_of_the_tutorial(page: str, tmp_path: Path) -> None:
     """A reader saves its file, runs its commands at once, and sees the texts in their order."""
     port = str(free_port())  # another test may listen at the one in the page

@@ -91,7 +91,7 @@ def hung(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_system_that_hangs(hung: Path, tmp_path: Path, rank: int) -> None:
     """The error names the file, and the process ends."""
     script = program(tmp_path, STARTS)
@@ -118,7 +118,7 @@ def test_a_signal_while_a_file_system_hangs(hung: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_etcd
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_an_etcd_that_is_frozen(tmp_path: Path, rank: int) -> None:
     script = program(tmp_path, STARTS)
     member = Member(tmp_path / "etcd")
@@ -159,15 +159,14 @@ def etcd_place(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         yield cluster.url(), lambda: member.send(signal.SIGSTOP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_late"),
     [
-        pytest.param(file_place, True, id="file-reconnecting", marks=pytest.mark.slow),
-        pytest.param(file_place, False, id="file-renewing", marks=pytest.mark.slow),
-        pytest.param(
-            etcd_place, True, id="etcd-reconnecting", marks=[pytest.mark.slow, needs_etcd]
-        ),
-        pytest.param(etcd_place, False, id="etcd-renewing", marks=[pytest.mark.slow, needs_etcd]),
+        pytest.param(file_place, True, id="file-reconnecting"),
+        pytest.param(file_place, False, id="file-renewing"),
+        pytest.param(etcd_place, True, id="etcd-reconnecting", marks=needs_etcd),
+        pytest.param(etcd_place, False, id="etcd-renewing", marks=needs_etcd),
     ],
 )
 def test_a_place_that_hangs(tmp_path: Path, kind: Any, is_late: bool) -> None:

@@ -74,7 +74,7 @@ def address() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.promise("worlds.process_group")
-@pytest.mark.parametrize("order", ["group", pytest.param("world", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", ["group", "world"])
 def test_by_hand(order: str) -> None:
     """Whichever is first has the address; the group outlives the worlds."""
     check(order, "RANK", address() | {"WORLD_SIZE": "2"})

@@ -190,7 +190,7 @@ def none_left(parent: "subprocess.Popen[str]") -> bool:
 
 @pytest.mark.slow
 @pytest.mark.promise("worlds.stop_in_order")
-@pytest.mark.parametrize("what", ["waits", pytest.param("restarts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["waits", "restarts"])
 def test_sigterm_to_a_group_twice(tmp_path: Path, what: str) -> None:
     """The parent's `finally` calls its children, none of which is restarted."""
     with started(program(tmp_path, CLEANING), what) as parent:
