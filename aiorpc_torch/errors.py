@@ -88,8 +88,11 @@ class WorkerGone(RpcError, ConnectionError):
         method: name of the method or function that was called, with its class where that is known;
             None if no call is concerned.
         may_have_run: False if the call was not sent.
+        may_return: True if the worker may answer later calls: it was lost, and may be alive or be
+            replaced, or only a connection to it was closed.
     """
 
+    may_return = False
     _HAPPENED = "is gone"
     _REASON = ""  # if none is given
 
@@ -100,8 +103,10 @@ class WorkerGone(RpcError, ConnectionError):
         *,
         method: str | None = None,
         may_have_run: bool | None = None,
+        may_return: bool | None = None,
     ) -> None:
         self.may_have_run = type(self).may_have_run if may_have_run is None else may_have_run
+        self.may_return = type(self).may_return if may_return is None else may_return
         reason = self._REASON if reason is None else reason
         because = f": {reason}" if reason else ""
         call = f"; {method} {'may have run' if self.may_have_run else 'was not sent'}"
@@ -122,6 +127,7 @@ class WorkerLost(WorkerGone):
     objects again, which `supervised` does.
     """
 
+    may_return = True
     _HAPPENED = "is lost"
     _REASON = "the connection broke"
 

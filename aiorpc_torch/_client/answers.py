@@ -21,7 +21,6 @@ from ..errors import (
     WorkerGone,
     WorkerLeft,
     WorkerLost,
-    WorkerUnreachable,
 )
 
 log = logging.getLogger("aiorpc_torch")
@@ -76,7 +75,13 @@ def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
     if isinstance(error, WorkerGone) and error.method is None:
         may_have_run = aborted.was_sent and error.may_have_run
         kind = type(error)
-        raise kind(error.worker, error.reason, method=name, may_have_run=may_have_run) from error
+        raise kind(
+            error.worker,
+            error.reason,
+            method=name,
+            may_have_run=may_have_run,
+            may_return=error.may_return,
+        ) from error
     aborted.raise_()
 
 
@@ -89,12 +94,11 @@ def is_own(exc: BaseException | None) -> TypeGuard[WorkerGone]:
 
 
 def is_interrupted(exc: BaseException | None) -> TypeGuard[WorkerGone]:
-    """Return whether a call's own worker was lost, or its connection, so that it may have run.
+    """Return whether a call's own worker was lost, or its connection.
 
     In both cases the worker may be waited for (`wait_until_alive`), and called again.
     """
-    is_cut = isinstance(exc, WorkerUnreachable) and exc.may_have_run
-    return is_own(exc) and (isinstance(exc, WorkerLost) or is_cut)
+    return is_own(exc) and exc.may_return
 
 
 def exception_of(answer: Any, target: Target) -> BaseException | None:

@@ -157,8 +157,6 @@ class RemoteCall(LazyCall[Any]):
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
             if type(answer) in _FAILURES:
-                if connection.is_cut and self._may_repeat(answer):
-                    return (yield from self._again(due).__await__())
                 if has_passed(bound) and type(answer) is RemoteFailure:
                     yield  # if a scope's deadline has passed as well, the scope reports it
                 _raise(answer, self._target)
@@ -170,19 +168,6 @@ class RemoteCall(LazyCall[Any]):
             self._steps = USED
             if timer is not None:
                 timer.cancel()
-
-    def _may_repeat(self, answer: Any) -> bool:
-        """Return whether a call was not sent over its connection, and is made again; only once.
-
-        What is between the machines may drop large packets for ever.
-        """
-        return type(answer) is CallAborted and not answer.was_sent
-
-    def _again(self, due: float | None) -> "RemoteCall":
-        """Return this call for the next connection to the worker, which lives."""
-        left = None if due is None else due - time.monotonic()
-        args, kwargs = self._arguments
-        return _RepeatedCall(self._worker, self._target, left, *args, **kwargs)
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 
@@ -235,15 +220,6 @@ class RemoteCall(LazyCall[Any]):
             raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
         # A scope's deadline is sent along and not enforced here: the scope cancels the call.
         return due, earlier(due, anyio_scope_deadline())
-
-
-class _RepeatedCall(RemoteCall):
-    """A call that was made before, over a connection that has ended."""
-
-    __slots__ = ()
-
-    def _may_repeat(self, answer: Any) -> bool:
-        return False
 
 
 async def create_object(

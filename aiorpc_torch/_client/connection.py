@@ -8,11 +8,12 @@ rule has to choose one.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from sys import modules
 from typing import Any
@@ -49,6 +50,7 @@ from ..errors import (
     CallTimeout,
     RemoteError,
     RpcError,
+    WorkerGone,
     WorkerLeft,
     WorkerLost,
     WorkerUnreachable,
@@ -80,7 +82,6 @@ class Connection(Channel):
         number: number of this connection among those of this process.
         encoder: encodes the calls.
         is_finished: whether the next call needs another connection.
-        is_cut: whether it has ended and its peer lives: calls that were not sent go over another.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Connection(Channel):
         )
         self._state = self._sender.state
         self._introductions: Introductions | None = None
+        self._succeed: Callable[[str], Connection]
         self._opening: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
         self._holding: Holding | None = None  # until the peer is reached
@@ -120,7 +122,9 @@ class Connection(Channel):
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._error: RpcError | None = None  # reason of its end
         self._must_answer_retire = False
-        self.is_finished = self.is_cut = False
+        self._is_successor = False  # its first calls were not sent over another connection
+        self._passed_on: dict[int, tuple[Connection, int]] = {}  # calls, and their number there
+        self.is_finished = False
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -159,7 +163,7 @@ class Connection(Channel):
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""
         return {
-            "calls": self._calls,
+            "calls": self._calls - len(self._passed_on),
             "in_flight": len(self._pending),
             "unsent": len(self._state),
             "messages": self._sender.messages + self._lone_calls,
@@ -222,14 +226,20 @@ class Connection(Channel):
 
     def cancel(self, number: int) -> None:
         """Cancel a call: its caller does not wait any more."""
-        if self._pending.drop(number) and not self._loop.is_closed():
+        if number in self._passed_on:
+            successor, number = self._passed_on[number]
+            successor.cancel(number)
+        elif self._pending.drop(number) and not self._loop.is_closed():
             self._state.cancel(number)
             self._carriers.drop_cancelled()
             self.flush_soon()
 
     def expire(self, number: int, seconds: float, target: Target) -> None:
         """End a call with CallTimeout: it has no result after `seconds`."""
-        if self._holding is not None and self._holding.is_held(self.peer.name):
+        if number in self._passed_on:
+            successor, number = self._passed_on[number]
+            successor.expire(number, seconds, target)
+        elif self._holding is not None and self._holding.is_held(self.peer.name):
             self._give_up(number, seconds)
         elif number in self._pending:
             was_sent = self._state.cancel(number)
@@ -256,6 +266,10 @@ class Connection(Channel):
         return CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
 
     def _grant(self, number: int, credit: int) -> None:
+        if number in self._passed_on:
+            successor, number = self._passed_on[number]
+            successor._grant(number, credit)
+            return
         self._state.credits.append((number, credit))
         self.flush_soon()
 
@@ -415,9 +429,14 @@ class Connection(Channel):
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────
 
-    def open(self, introductions: Introductions) -> None:
-        """Start to connect, in a task."""
-        self._introductions = introductions
+    def open(self, introductions: Introductions, succeed: "Callable[[str], Connection]") -> None:
+        """Start to connect, in a task.
+
+        Args:
+            introductions: open the connections of this process.
+            succeed: returns the connection that takes the calls to a worker now.
+        """
+        self._introductions, self._succeed = introductions, succeed
         self._holding = introductions.holding
         opening = introductions.connect(self._peer, self._key[2], self.start_sending)
         context = contextvars.Context()  # without the deadline of the first caller
@@ -431,16 +450,16 @@ class Connection(Channel):
 
     def _on_opened(self, opening: "asyncio.Task[None]") -> None:
         """Fail the pending calls if there is no connection."""
-        if self.is_open:
+        if self._transport is not None:
             return
-        exc = None if opening.cancelled() else opening.exception()
+        self.ended.set()
+        exc = asyncio.CancelledError() if opening.cancelled() else opening.exception()
         if isinstance(exc, WorkerLost):
             self._lose(exc)
         elif isinstance(exc, RpcError):
             self._finish(exc)
-        else:
+        elif exc is not None:  # otherwise it was open, and its end is judged
             self._finish(WorkerUnreachable(self.peer.name, repr(exc)))
-        self.ended.set()
 
     def _retire(self) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
@@ -518,24 +537,57 @@ class Connection(Channel):
         """End without a leave message, where the path may have ended and not the process.
 
         What is between the machines may forget a path, or close it. The calls wait for the ping
-        that follows, and fail as those of a lost worker if it fails.
+        that follows, and fail as those of a lost worker if it fails. So do calls that are made
+        meanwhile: over another connection they would overtake those that were not sent.
         """
-        self.is_finished = True
         error = WorkerLost(self.peer.name, reason)
         known = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
         if known is error:
+            self._state.is_paused = True
             context = contextvars.Context()
             self._judging = self._loop.create_task(
                 self._judge_path(reason), name="aiorpc-connect", context=context
             )
-        elif known is not None:
+            return
+        self.is_finished = True
+        if known is not None:
             self._finish(known)
 
     async def _judge_path(self, reason: str) -> None:
         await self._observer.wait_until_probed(self.peer.name)
+        if self._error is not None:
+            return
         if self._peer.is_lost and self._peer.error is not None:
             self._finish(self._peer.error)
-        elif self._error is None:
-            self.is_cut = True
+            return
+        self.is_finished = True
+        if not self._is_successor or self._sender.messages + self._lone_calls:
+            self._pass_on()
         reason = f"{reason}. It is alive, and the next call connects again"
-        self._finish(WorkerUnreachable(self.peer.name, reason, may_have_run=True))
+        cut = WorkerUnreachable(self.peer.name, reason, may_have_run=True, may_return=True)
+        self._finish(cut)
+
+    def _pass_on(self) -> None:
+        """Let another connection send the calls that were not sent over this one.
+
+        Unless this one had such calls, and has sent none: the next one would not either.
+        """
+        unsent = [each for each in self._state.withdraw() if each.number in self._pending]
+        if not unsent:
+            return
+        with contextlib.suppress(WorkerGone):  # it leaves, or was replaced
+            successor = self._succeed(self.peer.name)
+            if successor._peer is self._peer:
+                for each in unsent:
+                    self._passed_on[each.number] = successor, successor._take_over(each, self)
+
+    def _take_over(self, call: EncodedCall, earlier: "Connection") -> int:
+        """Queue a call that was not sent over another connection; return its number here."""
+        self._is_successor = True
+        call, number = call.renumbered(self._calls), call.number
+        self._calls += 1
+        self._pending.take_over(call.number, earlier._pending, number)
+        if call.recorded is not None:
+            call.recorded.move(self._recorded_calls)
+        self._state.submit(call, is_idle=False)
+        return call.number

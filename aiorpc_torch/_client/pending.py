@@ -146,6 +146,12 @@ class PendingCalls(dict[int, ReplyReceiver]):
                 # A task may call this, and no task's step can run inside another's.
                 receiver.get_loop().call_soon(receiver.resume)
 
+    def take_over(self, number: int, earlier: "PendingCalls", its_number: int) -> None:
+        """Let a call of another connection wait for its reply here."""
+        self[number] = earlier.pop(its_number)
+        if (observed := earlier._observed.pop(its_number, None)) is not None:
+            self._observed[number] = observed
+
     # ── given up, and observed ──────────────────────────────────────────────────────────────────
 
     def drop(self, number: int) -> bool:

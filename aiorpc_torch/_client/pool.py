@@ -124,7 +124,7 @@ class ConnectionPool:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
         connection = Connection(me, peer, next(self._numbers), self._observer, devices)
-        connection.open(self._introductions)
+        connection.open(self._introductions, self.connection)
         by_peer.setdefault(worker, []).append(connection)
         return connection
 

@@ -137,8 +137,8 @@ class _RetriedStream(AsyncIterator[Any]):
                     self._stream = aiter(self._attempts.next())
                 item = await anext(self._stream)
             except RpcError as exc:
+                self._stream = None  # first: the wait may be cancelled
                 await self._attempts.wait_after(exc)
-                self._stream = None
             else:
                 self._attempts.stop()
                 return item

@@ -193,6 +193,12 @@ class RecordedCall:
         else:
             self._end(recv_edge)
 
+    def move(self, among: "set[RecordedCall]") -> None:
+        """Be one of the unanswered calls of another connection."""
+        self._among.discard(self)
+        among.add(self)
+        self._among = among
+
     def failed(self, why: object) -> None:
         """Note that no reply will arrive."""
         if self._carries and self in self._among:

@@ -16,16 +16,18 @@ from typing import Any
 from torch.distributed.rpc import RRef
 
 from .._aio.loops import call_soon
-from .._client.answers import is_interrupted
+from .._client.answers import is_interrupted, is_own
 from .._client.call import RemoteCall
 from .._endpoint.name_table import NameTable
 from .._endpoint.names import State, take_state, watch_state
 from .._peers.peers import Peers
 from .._wire.handshake import Party
 from .._wire.targets import FunctionTarget
-from ..errors import RpcError, WorkerGone
+from ..errors import RpcError, WorkerGone, WorkerUnreachable
 
 log = logging.getLogger("aiorpc_torch")
+
+UNREACHED_PAUSE = 0.2  # seconds before a peer that could not be reached is called again
 
 
 class Registry:
@@ -54,29 +56,31 @@ class Registry:
         self._watchers: dict[tuple[str, Party], State] = {}
         self._telling: set[tuple[str, Party]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asking: dict[str, set[asyncio.Task[None]]] = {}  # by watched name
         table.watch(self._on_table_change)
 
     def close(self) -> None:
         """Tell peers of no further change: this worker leaves."""
         self.is_closed = True
         self._table.unwatch(self._on_table_change)
-        for task in self._tasks:
+        for task in [*self._tasks]:
             task.cancel()
         self._notify(*self._listeners)
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         # Without the deadline and the context variables of whoever has caused it.
         context = contextvars.Context()
         task = self.loop.create_task(coroutine, name="aiorpc-registry", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ── names that are watched here ─────────────────────────────────────────────────────────────
 
     def watch(self, name: str, on_change: Callable[[], None]) -> None:
         """Call `on_change` after each change, and once this worker leaves, until `unwatch`."""
         if name not in self._listeners:
-            self._listeners[name] = []
+            self._listeners[name], self._asking[name] = [], set()
             for peer in [*self._members.peers]:
                 self._ask_soon(peer, name)
         self._listeners[name].append(on_change)
@@ -88,6 +92,8 @@ class Registry:
         if not listeners:  # peers learn it with the next change
             del self._listeners[name]
             self._states.pop(name, None)
+            for task in self._asking.pop(name):
+                task.cancel()
 
     def living(self, name: str) -> list[RRef[Any]]:
         """Return the objects of the living workers, in rank order."""
@@ -129,30 +135,37 @@ class Registry:
 
     def _ask_soon(self, peer: str, name: str) -> None:
         if self._is_alive(peer):
-            self._start(self._ask(peer, name))
+            task, asking = self._start(self._ask(peer, name)), self._asking[name]
+            asking.add(task)
+            task.add_done_callback(asking.discard)
 
     async def _ask(self, peer: str, name: str) -> None:
-        """Ask a peer for the state of a name, again if the connection ends and the peer lives."""
+        """Ask a peer for the state of a name, until it answers or is gone."""
         try:
-            while name in self._listeners and self._members.is_here(peer):
-                if await self._ask_once(peer, name):
-                    return
-                await self._wait_until_alive(peer)
+            while self._members.is_here(peer) and not await self._ask_once(peer, name):
+                pass
         except RpcError as exc:  # it has left, or does not return
             log.debug("%s: no answer from %r on %r: %r", self._members.name, peer, name, exc)
 
     async def _ask_once(self, peer: str, name: str) -> bool:
-        """Return False if the answer is lost: no change of the peer may follow."""
+        """Return False if the answer is lost, once the peer may be asked again."""
         me, process = self._members.me, self._members.peers[peer].worker_id
         target = FunctionTarget(watch_state)
         try:
             state = await RemoteCall(peer, target, None, name, me.name, me.worker_id)
         except WorkerGone as exc:
-            if not is_interrupted(exc):
-                raise
+            await self._wait_after(exc, peer)
             return False
         self.take(name, Party(peer, process), state)
         return True
+
+    async def _wait_after(self, exc: WorkerGone, peer: str) -> None:
+        """Wait until a peer may be called again: no change of it may follow. Else raise."""
+        if not is_interrupted(exc):
+            if not (is_own(exc) and isinstance(exc, WorkerUnreachable)):
+                raise exc
+            await asyncio.sleep(UNREACHED_PAUSE)  # it is alive, and may be reached later
+        await self._wait_until_alive(peer)
 
     def take(self, name: str, owner: Party, state: State) -> bool:
         """Note the state of a name in a process; return whether it is watched here."""
@@ -208,9 +221,7 @@ class Registry:
         try:
             is_watched = await call
         except WorkerGone as exc:
-            if not is_interrupted(exc):
-                raise
-            await self._wait_until_alive(watcher.name)
+            await self._wait_after(exc, watcher.name)
             return False
         if self._watchers.get((name, watcher)) is not told:
             return False  # it has asked again meanwhile: this answer may be from before

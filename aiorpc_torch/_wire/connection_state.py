@@ -130,7 +130,8 @@ class SendState(Generic[C]):
         self._copies: Slots[C] = Slots()
         # Calls that have waited for a copy; none that has begun since holds them back.
         self._next: deque[C] = deque()
-        self._unsent: set[int] = set()  # in the window: calls that are copied, or wait for a copy
+        # In the window: calls that are copied, or wait for a copy, by number.
+        self._unsent: dict[int, C] = {}
 
     def __repr__(self) -> str:
         state = "paused" if self.is_paused else "open"
@@ -160,7 +161,7 @@ class SendState(Generic[C]):
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
         if number in self._unsent:
-            self._unsent.remove(number)
+            del self._unsent[number]
             self._next += self._copies.drop(number)
             self.window.answered((number,))
         elif number in self.window:
@@ -178,7 +179,7 @@ class SendState(Generic[C]):
         while len(taken) < MAX_CALLS and (queue := self._next or self.queue):
             call = queue[0]
             if call.number not in self._pending:
-                self._unsent.discard(call.number)
+                self._unsent.pop(call.number, None)
                 self._drop(queue.popleft())
                 continue
             if taken and (call.is_large or size + call.size > FRAME_BYTES):
@@ -191,7 +192,7 @@ class SendState(Generic[C]):
                 if self._copies.queues and self._waits_for_copy(call):
                     queue.popleft()
                     continue
-            self._unsent.discard(call.number)
+            self._unsent.pop(call.number, None)
             taken.append(queue.popleft())
             size += call.size
             if call.is_large:
@@ -207,7 +208,7 @@ class SendState(Generic[C]):
 
     def begin_copy(self, call: C) -> None:
         """Let later calls of the same object wait until the copy of a taken call has ended."""
-        self._unsent.add(call.number)
+        self._unsent[call.number] = call
         self._copies.open(call.number, self._object_of(call))
 
     def end_copy(self, call: C) -> bool:
@@ -224,9 +225,9 @@ class SendState(Generic[C]):
     def must_wait(self, call: C) -> bool:
         """Return whether a call waits for the copies before it; it is queued again after them."""
         if self._copies.admit(self._object_of(call), call):
-            self._unsent.discard(call.number)
+            self._unsent.pop(call.number, None)
             return False
-        self._unsent.add(call.number)
+        self._unsent[call.number] = call
         return True
 
     def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
@@ -239,13 +240,19 @@ class SendState(Generic[C]):
 
     def clear(self) -> list[int]:
         """Drop the unsent calls; return the numbers of the sent and unanswered ones."""
-        for call in (*self._next, *self._copies.close(), *self.queue):
+        for call in self.withdraw():
             self._drop(call)
+        return self.window.release_all()
+
+    def withdraw(self) -> list[C]:
+        """Return the unsent calls in the order in which they were made; forget them."""
+        unsent = {call.number: call for call in (*self._next, *self.queue)} | self._unsent
+        self._copies.close()
         self.queue.clear()
         self._next.clear()
         self.window.answered(self._unsent)
         self._unsent.clear()
-        return self.window.release_all()
+        return [call for _, call in sorted(unsent.items())]
 
 
 # ── results and items ───────────────────────────────────────────────────────────────────────────

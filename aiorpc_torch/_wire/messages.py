@@ -7,6 +7,7 @@ form a column too. A group costs little, another call in it next to nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -175,6 +176,12 @@ class EncodedCall:
 
     def __repr__(self) -> str:
         return f"<EncodedCall {self.number}, {self.size} bytes>"
+
+    def renumbered(self, number: int) -> "EncodedCall":
+        """Return this call for another connection, where nothing of it was sent yet."""
+        call = copy(self)
+        call.number, call.shared, call.by_torch = number, None, self.recorded is not None
+        return call
 
     def carry(self, carried: Carried) -> None:
         """Let context variables travel with the call."""

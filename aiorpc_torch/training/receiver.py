@@ -16,8 +16,6 @@ from .. import (
     RpcError,
     RRef,
     WorkerGone,
-    WorkerLost,
-    WorkerUnreachable,
     lookup,
     remote,
     timeout as bounded,
@@ -162,7 +160,7 @@ class Receiver:
                 except CallTimeout as late:  # of the search for another relay
                     await self._find_again(late)
                 except WorkerGone as lost:
-                    if not _may_return(lost):
+                    if not lost.may_return:
                         raise
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
@@ -206,7 +204,7 @@ class Receiver:
             try:
                 relay, name = await self._find_source(publisher, me, lost)
             except WorkerGone as exc:  # once more; `lookup` raises if none will come
-                if not _may_return(exc):
+                if not exc.may_return:
                     raise
                 continue
             if relay == me:
@@ -261,12 +259,3 @@ class Receiver:
 
     def _is_wanted(self) -> bool:
         return max(self._wanted, default=-1) > self.version
-
-
-def _may_return(gone: WorkerGone) -> bool:
-    """Return whether a worker was lost, or only its connection: others may come, or it goes on.
-
-    As `_client.answers.is_interrupted`, on public names.
-    """
-    is_cut = isinstance(gone, WorkerUnreachable) and gone.may_have_run
-    return isinstance(gone, WorkerLost) or is_cut

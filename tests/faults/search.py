@@ -149,8 +149,9 @@ class Search:
             self._scene = Scene(self._loop)
             await self._calls()
             for _ in range(2):
-                if (found := await self._clean_run()) is not None:
-                    self._before, self._path = found
+                if (path := await self._clean_run()) is not None:
+                    self._path = path
+            self._before = await self._settled()
             yield
 
     async def _enter(self) -> None:
@@ -228,18 +229,31 @@ class Search:
             return
         if not inside.sends_at_once():
             self._find("the next lone call cannot be sent at once")
-        if (found := await self._clean_run()) is not None:
+        if (path := await self._clean_run()) is not None:
             await self._check_rest(self._before)
-            if found[1] != self._path:
-                self._find(f"the next run took another path: {found[1]}, was {self._path}")
+            if path != self._path:
+                self._find(f"the next run took another path: {path}, was {self._path}")
+
+    async def _settled(self) -> "Counter[str]":
+        """Return what there is once that changes no more, within some time."""
+        after, end = self._snapshot(), real_monotonic() + PATIENCE
+        while real_monotonic() < end:
+            before, after = after, await self._snapshot_later()
+            if after == before:
+                break
+        return after
+
+    async def _snapshot_later(self) -> "Counter[str]":
+        gc.collect()
+        await asyncio.sleep(REST)
+        sleep(0.01)  # noqa: ASYNC251 - other threads may be about to end
+        return self._snapshot()
 
     async def _check_rest(self, before: "Counter[str]") -> None:
         gc.collect()
-        end = real_monotonic() + PATIENCE
-        while (after := self._snapshot()) != before and real_monotonic() < end:
-            gc.collect()
-            await asyncio.sleep(REST)
-            sleep(0.01)  # noqa: ASYNC251 - other threads may be about to end
+        after, end = self._snapshot(), real_monotonic() + PATIENCE
+        while after != before and real_monotonic() < end:
+            after = await self._snapshot_later()
         if left := after - before:
             self._find(f"left behind: {dict(left)}")
         if gone := before - after:
@@ -257,8 +271,8 @@ class Search:
             await asyncio.sleep(0.01)
         await self._echo.echo(0)
 
-    async def _clean_run(self) -> "tuple[Counter[str], tuple[int, ...]] | None":
-        """Run the operation without a fault; return what is there after it, and its path."""
+    async def _clean_run(self) -> tuple[int, ...] | None:
+        """Run the operation without a fault; return its path."""
         begin, task = inside.path_counters(), self._start()
         if not await self._is_over(task, "a run without a fault"):
             return None
@@ -270,7 +284,7 @@ class Search:
         path = tuple(now - then for now, then in zip(inside.path_counters(), begin, strict=True))
         await asyncio.sleep(REST)
         await self._calls()
-        return self._snapshot(), path
+        return path
 
 
 @contextlib.contextmanager

@@ -400,12 +400,23 @@ async def test_a_connection_that_is_closed(machines: tuple[Machine, Machine]) ->
         results, count, version = await nodes[0].hears("went on")
         assert (results, version) == (300, 1)
         assert count >= 300  # a few ran twice: the map says so
+        kinds, logged, errors, calls = await nodes[0].hears("full")
+        assert [(name, value.strip("[']")) for name, value in kinds] == [
+            *zip(KINDS, KINDS, strict=True)
+        ]
+        for each in errors:
+            assert "WorkerUnreachable" in each
+            assert "may have run" in each
+        assert sorted(each for each in logged if each in KINDS) == sorted(KINDS)
+        assert (numbers := [each for each in logged if each not in KINDS]) == sorted({*numbers})
+        assert numbers[-1] == calls - 1
         for node in nodes:
             assert "lost" not in await node.hears("changes")
             code, errors = await node.end()
             assert code == 0, errors
 
 
+KINDS = ["stream", "group", "any", "map", "timeout"]
 MTU = 700  # bytes of the largest packets that pass
 
 

@@ -19,11 +19,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import psutil
 import torch
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, create, remote
@@ -222,6 +223,7 @@ async def closed(rank: int, **world: Any) -> None:
             for _ in range(3):
                 await _close_connection(peer, remote(await create(peer, ClosedCounter)))
             await _close_while_all_wait(peer, await create(peer, ClosedCounter))
+            await _close_full_connection(peer, await create(peer, HeldLog))
     tell("changes", await changes)
 
 
@@ -260,6 +262,78 @@ async def _close_while_all_wait(peer: str, counter: Any) -> None:
     await aiorpc.call(peer, publish, 1.0)
     tell("went on", [len(found), await remote(await looked).aadd(0), await version])
     await policy.aclose()
+
+
+class HeldLog:
+    """It holds its event loop, so that the sockets of its callers get full, then closes them."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    async def hold(self) -> None:
+        held.set()
+        assert goes_on.wait(30.0)
+        await ClosedCounter.cut(self)  # type: ignore[arg-type]
+
+    async def add(self, x: Any, _: bytes = b"") -> Any:
+        self.log.append(x)
+        return x
+
+    async def items(self, x: Any) -> AsyncIterator[Any]:
+        self.log.append(x)
+        yield x
+
+    async def logged(self) -> list[Any]:
+        return self.log
+
+
+held, goes_on = threading.Event(), threading.Event()
+
+
+def wait_until_held() -> bool:
+    return held.wait(30.0)
+
+
+def go_on() -> None:
+    goes_on.set()
+
+
+async def _close_full_connection(peer: str, log: Any) -> None:
+    """Tell what comes of calls of each kind that were not sent, and of the order of all."""
+    rlog = remote(log)
+    holding = asyncio.create_task(outcome("hold", rlog.hold()))
+    await asyncio.sleep(0)  # it is sent
+    assert await wrap_future(rpc.rpc_async(peer, wait_until_held))
+    large = b"x" * 100_000
+    tasks = [asyncio.create_task(outcome("call", rlog.add(n, large))) for n in range(300)]
+    await asyncio.sleep(0)
+    while not aiorpc.observe.stats().unsent:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    others = {
+        "stream": _first(rlog.items("stream")),
+        "group": remote(Group([log])).add("group"),
+        "any": remote(Group([log]).any()).add("any"),
+        "map": _listed(Group([log]).map(HeldLog.add, ["map"], retries=0)),
+        "timeout": remote(log, timeout=60.0).add("timeout"),
+    }
+    kinds = [asyncio.create_task(outcome(*each)) for each in others.items()]
+    await asyncio.sleep(0)
+    await wrap_future(rpc.rpc_async(peer, go_on))
+    while not holding.done():  # before the connection ends, while the peer is pinged, and after
+        tasks.append(asyncio.create_task(outcome("call", rlog.add(len(tasks)))))
+        await asyncio.sleep(0.001)
+    errors = [value for _, value, _ in await asyncio.gather(*tasks) if not value.isdigit()]
+    kinds_told = [(await each)[:2] for each in kinds]
+    tell("full", [kinds_told, await rlog.logged(), sorted({*errors}), len(tasks)])
+
+
+async def _first(items: AsyncIterator[Any]) -> Any:
+    async for item in items:
+        return item
+
+
+async def _listed(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
 
 
 weights = Weights({"w": torch.zeros(1)})

@@ -57,6 +57,13 @@ def test_every_error_says_whether_the_call_may_have_run() -> None:
     }
 
 
+def test_which_workers_may_return() -> None:
+    """A lost one may; one that has left does not, nor one that this process cannot connect to."""
+    assert [each("w").may_return for each in GONE] == [True, False, False]
+    cut = aiorpc.WorkerUnreachable("w", "cut", may_return=True)
+    assert pickle.loads(pickle.dumps(cut)).may_return
+
+
 @pytest.mark.parametrize("kind", GONE)
 def test_who_is_gone_and_why(kind: type[aiorpc.WorkerGone]) -> None:
     """The text names the worker, the reason, the call, and whether it may have run."""

@@ -26,7 +26,14 @@ from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.messages import encode_reply, load_calls, numbers_of
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import MethodTarget
-from aiorpc_torch.errors import CallTimeout, NotInWorld, RemoteError, WorkerLost
+from aiorpc_torch.errors import (
+    CallTimeout,
+    NotInWorld,
+    RemoteError,
+    WorkerLeft,
+    WorkerLost,
+    WorkerUnreachable,
+)
 from tests.support.raw_connections import read
 
 TARGET = MethodTarget((0, 1), "method")
@@ -39,6 +46,7 @@ class Observed:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.is_exiting = False
+        self.probed = asyncio.Event()
 
     def on_message(self, peer: Peer) -> None:
         self.told.append("message")
@@ -46,6 +54,9 @@ class Observed:
     def on_disconnect(self, peer: str, number: int, error: Any) -> Any:
         self.told.append(("disconnect", peer, number))
         return None if self.is_exiting else error
+
+    async def wait_until_probed(self, _: str) -> None:
+        await self.probed.wait()
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         self.told.append(("leave", peer, number, what, text))
@@ -304,3 +315,170 @@ async def test_when_this_process_leaves(pair: Pair) -> None:
     while kind != CLOSE:  # the cancellation goes first
         kind, data = await pair.frame()
     assert read(data) == ["left", "we are done"]
+
+
+# ── to a peer on another machine, which lives ───────────────────────────────────────────────────
+
+
+class FarPair(Pair):
+    """A connection between two machines. The peer is judged alive once `probed` is set."""
+
+    def __init__(self, successors: "list[FarPair]") -> None:
+        super().__init__()
+        self.successors = successors
+        self.connection._succeed = self._succeed
+
+    def _succeed(self, _: str) -> Connection:
+        self.successors.append(new := FarPair(self.successors))
+        new.connection._peer = new.peer = self.peer
+        return new.connection
+
+    async def connect(self) -> None:
+        await super().connect()
+        self.connection.is_local = False
+
+    def release(self) -> None:
+        """Close its sockets, and let it be judged."""
+        self.observed.probed.set()
+        self.connection.abort()
+        if hasattr(self, "writer"):
+            self.writer.transport.abort()
+        self._near.close()
+        self._far.close()
+
+    async def cut(self) -> None:
+        """End the connection, as what is between the machines may."""
+        self.writer.transport.abort()
+        async with asyncio.timeout(SOON):
+            await self.connection.ended.wait()
+
+    async def judge(self) -> "FarPair":
+        """Find the peer alive; return what takes its calls now, connected."""
+        self.observed.probed.set()
+        async with asyncio.timeout(SOON):
+            while not self.connection.is_over:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert self.connection.is_finished
+        await self.successors[-1].connect()
+        return self.successors[-1]
+
+
+@pytest.fixture
+async def far(over_torch: None) -> AsyncIterator[FarPair]:
+    pair = FarPair([])
+    yield pair
+    for each in [pair, *pair.successors]:
+        each.release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.promise("worlds.closed")
+async def test_calls_that_were_not_sent_go_over_the_next_connection(far: FarPair) -> None:
+    """In the order in which they were made, those that were made meanwhile last."""
+    await far.connect_and_call()
+    _, sent = far.call("sent")
+    assert (await far.frame())[0] == CALLS
+    far.connection.pause_writing()  # as a full socket does
+    futures = [far.call("unsent")[1]]
+    stream, items = far.stream()
+    cancelled, _ = far.call("cancelled")
+    late, expired = far.call("late")
+    assert far.connection.waiting == 5
+    await far.cut()
+    assert not far.connection.is_finished
+    futures.append(far.call("made meanwhile")[1])
+    assert sent._state == "waiting"
+    next_one = await far.judge()
+    error = await error_of(sent)
+    assert isinstance(error, WorkerUnreachable)
+    assert (sent.answer.was_sent, error.may_have_run, error.may_return) == (True, True, True)
+    far.connection.cancel(cancelled)
+    far.connection.expire(late, 1.0, TARGET)
+    error = await error_of(expired)
+    assert isinstance(error, CallTimeout)
+    _, data = await next_one.frame()
+    assert numbers_of(load_calls(data)) == [0, 2, 3, 4, 1]  # in a frame streams come last
+    next_one.answer(0, "first", 4, "last")
+    async with asyncio.timeout(SOON):
+        assert [await each for each in futures] == ["first", "last"]
+        next_one.reply(((1, 0, 1), *encode_cell("item")))
+        assert await items.next() == "item"
+    kind, data = await next_one.frame()
+    assert kind == CONTROL
+    assert dump(([2, 3], [])) == data
+    far.connection.cancel(stream)
+    kind, data = await next_one.frame()
+    assert (kind, data) == (CONTROL, dump(([1], [])))
+    assert next_one.connection.waiting == 0
+    assert far.connection.counters()["calls"] == 2
+
+
+@pytest.mark.promise("worlds.closed")
+async def test_a_path_that_carries_no_call(far: FarPair) -> None:
+    """It opens and ends, and the peer lives: calls that were not sent wait for it once."""
+    await far.connect_and_call()
+    far.connection.pause_writing()
+    _, future = far.call("unsent")
+    await far.cut()
+    next_one = far.successors
+    far.observed.probed.set()
+    async with asyncio.timeout(SOON):
+        while not next_one:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    second = next_one[0]
+    second.observed.probed.set()
+    second.connection.start_sending = _end_at_once  # type: ignore[method-assign]
+    await second.connect()
+    second.connection.on_end(ConnectionResetError("end of file"))
+    error = await error_of(future)
+    assert isinstance(error, WorkerUnreachable)
+    assert (future.answer.was_sent, error.may_return) == (False, True)
+    assert len(next_one) == 1
+
+
+def _end_at_once(transport: asyncio.Transport) -> None:
+    transport.abort()
+
+
+@pytest.mark.promise("worlds.closed")
+async def test_a_connection_that_ends_as_it_opens(far: FarPair) -> None:
+    """Its end is judged like any other."""
+
+    class Introductions:
+        holding = None
+
+        async def connect(self, _: Peer, __: int, start: Any) -> None:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.create_connection(asyncio.Protocol, sock=far._near)
+            transport.abort()  # it was reset since its handshake
+            start(transport)
+            far.connection.is_local = False
+
+    _, future = far.call("unsent")
+    far.connection.open(Introductions(), far._succeed)  # type: ignore[arg-type]
+    async with asyncio.timeout(SOON):
+        await far.connection.ended.wait()
+    assert future._state == "waiting"
+    next_one = await far.judge()
+    number = numbers_of(load_calls((await next_one.frame())[1]))[0]
+    next_one.answer(number, "done")
+    async with asyncio.timeout(SOON):
+        assert await future == "done"
+
+
+async def test_the_peer_leaves_while_it_is_judged(far: FarPair) -> None:
+    """Nothing is passed on: the calls say that they were not sent."""
+    await far.connect_and_call()
+    far.connection.pause_writing()
+    _, future = far.call("unsent")
+    await far.cut()
+
+    def refuse(_: str) -> Connection:
+        raise WorkerLeft("peer", may_have_run=False)
+
+    far.connection._succeed = refuse
+    far.observed.probed.set()
+    error = await error_of(future)
+    assert isinstance(error, WorkerUnreachable)
+    assert not future.answer.was_sent

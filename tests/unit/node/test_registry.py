@@ -12,7 +12,7 @@ from aiorpc_torch._node.registry import Registry
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import Party
-from aiorpc_torch.errors import WorkerLost
+from aiorpc_torch.errors import WorkerLost, WorkerUnreachable
 
 A, OLD = Party("a", 1), Party("a", 0)
 
@@ -125,6 +125,46 @@ async def test_an_answer_that_is_lost_with_its_connection(monkeypatch: pytest.Mo
     calls.answers[2].set_exception(WorkerLost("a", "its connection has ended"))
     await steps()
     assert len(calls) == 3
+    assert not found._tasks
+    await drained(found)
+
+
+async def test_a_peer_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not now. It is asked, and told, until it can be: nobody else would do it."""
+    found, _ = registry()
+    calls, table = Calls(monkeypatch), found._table
+    monkeypatch.setattr(found, "_wait_until_alive", lambda _: asyncio.sleep(0))
+    monkeypatch.setattr(module, "UNREACHED_PAUSE", 0.0)
+    found.watch("env", lambda: None)
+    found.add_watcher("policy", A)
+    table.add("policy", object())  # type: ignore[arg-type]
+    await steps()
+    for attempt in range(3):
+        assert len(calls) == 2 * (attempt + 1)
+        for answer in calls.answers[-2:]:
+            answer.set_exception(WorkerUnreachable("a", "its port is closed"))
+        await steps()
+    asking, telling = sorted(calls[-2:], key=lambda call: call[1])
+    assert (asking[1], telling[1]) == ("env", "policy")
+    for call, answer in zip(calls[-2:], calls.answers[-2:], strict=True):
+        answer.set_result((1, "object") if call[1] == "env" else True)
+    await steps()
+    assert found.living("env") == ["object"]
+    assert not found._tasks
+    await drained(found)
+
+
+async def test_a_question_about_a_name_that_is_not_watched_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is cancelled, and leaves no call behind."""
+    found, _ = registry()
+    calls = Calls(monkeypatch)
+    found.watch("env", heard := lambda: None)
+    await steps()
+    found.unwatch("env", heard)
+    await steps()
+    assert calls.answers[0].cancelled()
     assert not found._tasks
     await drained(found)
 

@@ -690,8 +690,30 @@ def test_what_is_unsent_when_the_peer_is_lost() -> None:
     assert state.end_copy(second)
     assert state.clear() == [0]
     assert not state.window
-    assert dropped == [second, behind]
+    assert dropped == [first, second, behind]
     assert not state.end_copy(first)
+    assert len(state) == 0
+
+
+@pytest.mark.promise("transport.unsent")
+def test_unsent_calls_are_withdrawn_in_their_order() -> None:
+    """For another connection: those that are copied too, which have to be copied again there."""
+    calls = sent, first, second, behind = Call(0, on="b"), large(1), large(2), Call(3, on="a")
+    queued = Call(4, on="b")
+    state = new_state()
+    state.is_paused = False
+    for call in calls:
+        state.submit(call, is_idle=False)
+    assert state.take() == [sent]
+    for call in (first, second):
+        assert state.take() == [call]
+        state.begin_copy(call)
+    assert state.take() == []
+    assert state.end_copy(second)
+    state.submit(queued, is_idle=False)
+    assert state.withdraw() == [first, second, behind, queued]
+    assert not state.end_copy(first)
+    assert [*state.window] == [0]
     assert len(state) == 0
 
 
