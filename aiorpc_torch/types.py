@@ -7,9 +7,9 @@ from ._batching.collate import Device as Device
 from ._batching.policies import Policy as Policy
 from ._children.local import LocalWorker as LocalWorker
 from ._client.api import Workers as Workers
-from ._client.group import AnyMember as AnyMember, Items as Items
+from ._client.group import AnyMember as AnyMember
 from ._client.group_call import GroupCall as GroupCall, GroupResults as GroupResults
-from ._client.group_map import MapResults as MapResults
+from ._client.group_map import Items as Items, MapResults as MapResults
 from ._client.named_members import NamedMembers as NamedMembers
 from ._client.pool import WorkerRef as WorkerRef
 from ._client.proxies import (

@@ -2,8 +2,6 @@
 
 import contextlib
 from collections.abc import (
-    AsyncIterable,
-    Awaitable,
     Callable,
     Collection,
     Generator,
@@ -11,7 +9,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -27,7 +25,7 @@ from ..errors import NoMembers, WorkerGone, WorkerLeft, WorkerLost
 from .answers import is_own
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
-from .group_map import MapResults
+from .group_map import Items, MapOptions, Mappable, MapResults
 from .group_schedule import LeastBusy
 from .pool import ConnectionPool, current
 from .supervised import Supervised
@@ -42,8 +40,6 @@ B = TypeVar("B")
 R = TypeVar("R")
 V = TypeVar("V")
 P = ParamSpec("P")
-
-Items = Iterable[V] | AsyncIterable[V]
 
 
 def each(values: Iterable[V]) -> V:
@@ -62,7 +58,7 @@ def each(values: Iterable[V]) -> V:
     return value  # type: ignore[no-any-return]
 
 
-class Group(Sequence[RRef[T]]):
+class Group(Sequence[RRef[T]], Mappable[T]):
     """A group of objects on any workers: an immutable sequence of their RRefs.
 
         losses = await aiorpc.remote(envs).train(100)  # a list in the group's order
@@ -155,106 +151,11 @@ class Group(Sequence[RRef[T]]):
         self._check_not_empty("any()")
         return AnyMember(self, lambda: self)
 
-    @overload
-    def map(
-        self,
-        method: Callable[[T, A], Awaitable[R]],
-        items: Items[A],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[[T, A], R],
-        items: Items[A],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[[T, A, B], Awaitable[R]],
-        first: Items[A],
-        second: Items[B],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[[T, A, B], R],
-        first: Items[A],
-        second: Items[B],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[Concatenate[T, ...], Awaitable[R]],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[Concatenate[T, ...], R],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    def map(
-        self,
-        method: Callable[..., Any],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
+    def _map(
+        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
     ) -> MapResults[Any]:
-        """Return an iterator of the results of `method` for all items, in the order of the items.
-
-            async for y in models.map(Model.infer, xs, in_flight=2): ...
-
-        A work queue: the next item goes to a member with a free slot. Several iterables give
-        several arguments, and the shortest ends the map. Each may be asynchronous. An item is taken
-        only when a slot is free, and at most 4 × `in_flight` × `len(group)` items are taken and not
-        yielded. The deadline of `aiorpc.timeout` at the first step bounds the whole map. If the
-        consumer leaves early, running calls are cancelled.
-
-        An exception of the method, or of an iterable, is raised at its item's place. It ends the
-        map and cancels the other calls. If a member's worker is lost, its items go to other
-        members, so the method may run twice for an item.
-
-        Args:
-            method: method or function, called with the object and the arguments of an item.
-            iterables: iterables of the arguments.
-            in_flight: maximum number of unanswered calls of each member.
-            retries: how often an item is given to another member after a loss.
-
-        Raises:
-            TypeError: if `method` cannot be called, or an iterable cannot be iterated.
-            ValueError: if the group is empty, or for an invalid `in_flight` or `retries`.
-        """
         self._check_not_empty("map()")
-        return MapResults(self._members, method, iterables, in_flight, retries)
+        return MapResults(self._members, method, iterables, options)
 
     def _check_not_empty(self, what: str) -> None:
         if not self._members:

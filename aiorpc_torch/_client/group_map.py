@@ -11,13 +11,15 @@ import time
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Iterable,
     Iterator,
     Sequence,
 )
-from typing import Any, TypeGuard, TypeVar
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, Literal, TypeGuard, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -40,7 +42,13 @@ from .stream_reader import cut_short
 from .supervised import Supervised, Waiter
 from .supervised_calls import may_wait
 
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 R = TypeVar("R")
+V = TypeVar("V")
+
+Items = Iterable[V] | AsyncIterable[V]
 
 Source = Iterator[Any] | AsyncIterator[Any]
 
@@ -52,25 +60,48 @@ Returns a function that ends it.
 """
 
 
+@dataclass(frozen=True)
+class MapOptions:
+    """How a map is done.
+
+    Args:
+        in_flight: maximum number of unanswered calls of each member.
+        retries: how often an item is given to another member after a loss.
+        return_exceptions: whether the exception of an item is its result.
+        ordered: whether results come in the order of the items; otherwise each with its item, as
+            they complete.
+    """
+
+    in_flight: int
+    retries: int
+    return_exceptions: bool
+    ordered: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.in_flight, int) or self.in_flight < 1:
+            raise ValueError(f"in_flight must be an int of at least 1, got {self.in_flight!r}")
+        if not isinstance(self.retries, int) or self.retries < 0:
+            raise ValueError(f"retries must be an int of at least 0, got {self.retries!r}")
+
+
 class MapResults(AsyncIterator[R]):
-    """The results of a map, in the order of the items. An early end cancels the running calls."""
+    """The results of a map. An early end cancels the running calls."""
 
     def __init__(
         self,
         members: Collection[Any],
         method: Callable[..., Any],
         iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
-        in_flight: int,
-        retries: int,
+        options: MapOptions,
         follow: Follow | None = None,
     ) -> None:
-        _check(method, iterables, in_flight, retries)
+        _check(method, iterables)
         self._name = call_name(BoundTarget((0, 0), method))
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
         ]
         self._make = functools.partial(
-            _MapRun, self._name, members, method, sources, in_flight, retries, follow
+            _MapRun, self._name, members, method, sources, options, follow
         )
         self._run: _MapRun | None = None  # from the first step on
         self._is_over = self._is_cut_short = False
@@ -110,15 +141,246 @@ class MapResults(AsyncIterator[R]):
             call_soon(run.loop, run.stop)  # later: garbage may be collected inside any code
 
 
-def _check(method: Any, iterables: Sequence[Any], in_flight: Any, retries: Any) -> None:
+class Mappable(Generic[T]):
+    """What has members that do the items of a map."""
+
+    __slots__ = ()
+
+    def _map(
+        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
+    ) -> MapResults[Any]:
+        raise NotImplementedError
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A], Awaitable[R]],
+        items: Items[A],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A], R],
+        items: Items[A],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A, B], Awaitable[R]],
+        first: Items[A],
+        second: Items[B],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A, B], R],
+        first: Items[A],
+        second: Items[B],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], Awaitable[R]],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], R],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], Awaitable[R]],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[True],
+    ) -> MapResults[R | BaseException]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], R],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[True],
+    ) -> MapResults[R | BaseException]: ...
+
+    def map(
+        self,
+        method: Callable[..., Any],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: bool = False,
+    ) -> MapResults[Any]:
+        """Return an iterator of the results of `method` for all items, in the order of the items.
+
+            async for y in models.map(Model.infer, xs, in_flight=2): ...
+
+        A work queue: the next item goes to a member with a free slot. Several iterables give
+        several arguments, and the shortest ends the map. Each may be asynchronous. An item is taken
+        only when a slot is free, and at most 4 × `in_flight` × `len(group)` items are taken and not
+        yielded. The deadline of `aiorpc.timeout` at the first step bounds the whole map. If the
+        consumer leaves early, running calls are cancelled.
+
+        An exception of the method, or of an iterable, is raised at its item's place. It ends the
+        map and cancels the other calls. If a member's worker is lost, its items go to other
+        members, so the method may run twice for an item.
+
+        Members of `members(name)` that come get items. Those that go get no more, and others get
+        what they have not done. While there is none, items wait, until the deadline.
+
+        Args:
+            method: method or function, called with the object and the arguments of an item.
+            iterables: iterables of the arguments.
+            in_flight: maximum number of unanswered calls of each member.
+            retries: how often an item is given to another member after a loss.
+            return_exceptions: whether the exception of an item, also a loss that exceeds its
+                retries, is its result, and the map goes on. What ends the map is raised: an
+                exception of an iterable, the deadline, the loss of all members.
+
+        Raises:
+            TypeError: if `method` cannot be called, or an iterable cannot be iterated.
+            ValueError: if the group is empty, or for an invalid `in_flight` or `retries`.
+            NotInWorld: from a step, once this worker has left its world.
+        """
+        return self._map(method, iterables, MapOptions(in_flight, retries, return_exceptions))
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[[T, A], Awaitable[R]],
+        items: Items[A],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[tuple[A, R]]: ...
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[[T, A], R],
+        items: Items[A],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[tuple[A, R]]: ...
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[Concatenate[T, ...], Awaitable[R]],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[tuple[Any, R]]: ...
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[Concatenate[T, ...], R],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[False] = False,
+    ) -> MapResults[tuple[Any, R]]: ...
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[Concatenate[T, ...], Awaitable[R]],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[True],
+    ) -> MapResults[tuple[Any, R | BaseException]]: ...
+
+    @overload
+    def map_unordered(
+        self,
+        method: Callable[Concatenate[T, ...], R],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: Literal[True],
+    ) -> MapResults[tuple[Any, R | BaseException]]: ...
+
+    def map_unordered(
+        self,
+        method: Callable[..., Any],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+        return_exceptions: bool = False,
+    ) -> MapResults[Any]:
+        """Return an iterator of pairs `(item, result)`, as they complete.
+
+            async for seed, episode in envs.map_unordered(Env.rollout, seeds): ...
+
+        With several iterables the item is the tuple of the arguments. A slow item delays no other
+        one. Otherwise as `map`: an exception of the method ends the map when it comes, and one of
+        an iterable after the items before it.
+        """
+        options = MapOptions(in_flight, retries, return_exceptions, ordered=False)
+        return self._map(method, iterables, options)
+
+
+def _check(method: Any, iterables: Sequence[Any]) -> None:
     if not callable(method):
         raise TypeError(f"the method of map() must be callable, got {method!r}")
     if not iterables:
         raise TypeError("map() needs at least one iterable")
-    if not isinstance(in_flight, int) or in_flight < 1:
-        raise ValueError(f"in_flight must be an int of at least 1, got {in_flight!r}")
-    if not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"retries must be an int of at least 0, got {retries!r}")
 
 
 class _MapRun:
@@ -135,8 +397,7 @@ class _MapRun:
         members: Collection[Any],
         method: Callable[..., Any],
         sources: Sequence[Source],
-        in_flight: int,
-        retries: int,
+        options: MapOptions,
         follow: Follow | None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
@@ -146,10 +407,17 @@ class _MapRun:
         self._members = dict(enumerate(members))
         self._method = method
         self._changes = follow is not None  # the members do
-        self._schedule = MapSchedule(len(self._members), in_flight, retries, changes=self._changes)
+        self._options = options
+        self._schedule = MapSchedule(
+            len(self._members),
+            options.in_flight,
+            options.retries,
+            changes=self._changes,
+            ordered=options.ordered,
+        )
         self._pool = current()
         self._context, self._observed = self._begin()  # of the calls, and of interceptors
-        self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
+        self._items: dict[int, tuple[Any, ...]] = {}  # that are sent, or yielded with results
         self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
         self._waits: dict[int, Waiter] = {}  # for supervised members that are lost
         self._failure: Exception | None = None  # that has ended the map
@@ -173,15 +441,22 @@ class _MapRun:
         return begin_group(CallInfo("map", self._name, me, "", now, size))
 
     async def next(self) -> Any:
-        """Return the next result in order, or raise the exception in its place."""
-        while (outcome := self._schedule.next_outcome()) is None:
+        """Return the next result, or raise the exception in its place."""
+        while (found := self._schedule.next_outcome()) is None:
             if self._schedule.is_over:
                 raise StopAsyncIteration
             await self.results.wait()
         self._slots.set()
-        if outcome.failure is not None:
-            raise outcome.failure
-        return outcome.value
+        index, outcome = found
+        arguments = self._items.pop(index, ())
+        value, failure = outcome.value, outcome.failure
+        if failure is not None:
+            if outcome.ends_map or not self._options.return_exceptions:
+                raise failure
+            value = failure
+        if self._options.ordered:
+            return value
+        return (arguments[0] if len(arguments) == 1 else arguments), value
 
     def stop(self) -> None:
         """Cancel the running calls, and take no further items."""
@@ -365,7 +640,8 @@ class _MapRun:
         return isinstance(failure, WorkerLeft)
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
-        self._items.pop(index, None)
+        if self._options.ordered:  # otherwise the item is yielded too
+            self._items.pop(index, None)
         self._schedule.answer(index, member, outcome)
         self.results.set()
 

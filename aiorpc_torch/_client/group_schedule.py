@@ -62,10 +62,11 @@ class LeastBusy:
 
 
 class Outcome(NamedTuple):
-    """The end of one item: its result, or the exception to raise at its place."""
+    """The end of one item: its result, or its exception. `ends_map` if it is that of the map."""
 
     value: Any
     failure: BaseException | None = None
+    ends_map: bool = False
 
 
 class MapSchedule:
@@ -76,10 +77,19 @@ class MapSchedule:
 
     Members are numbered as they come: the first ones from 0, then those of `admit`. If the group
     `changes`, items wait while it has no member.
+
+    Outcomes come in the order of the items if they are `ordered`, otherwise as they complete. What
+    ends the map comes last.
     """
 
     def __init__(
-        self, members: int, in_flight: int, retries: int, *, changes: bool = False
+        self,
+        members: int,
+        in_flight: int,
+        retries: int,
+        *,
+        changes: bool = False,
+        ordered: bool = True,
     ) -> None:
         self._in_flight = in_flight
         self._retries = retries
@@ -91,13 +101,15 @@ class MapSchedule:
         self._taken = self._yielded = 0
         self._unassigned: deque[int] = deque()
         self._attempts: dict[int, int] = {}  # of items that were given to another member
-        self._outcomes: dict[int, Outcome] = {}
+        self._is_ordered = ordered
+        self._outcomes: dict[int, Outcome] = {}  # in the order in which they have come
         self._is_exhausted = False
+        self._end: Outcome | None = None  # that of the map, after all others
 
     @property
     def is_over(self) -> bool:
         """Return whether every item has been yielded, and there are no more."""
-        return self._is_exhausted and self._yielded == self._taken
+        return self._is_exhausted and self._yielded == self._taken and self._end is None
 
     def may_take(self) -> bool:
         """Return whether the next item may be taken: a slot is free, and its place is near."""
@@ -118,8 +130,7 @@ class MapSchedule:
             return
         self._is_exhausted = True
         if failure is not None:
-            self._outcomes[self._taken] = Outcome(None, failure)
-            self._taken += 1
+            self._end = Outcome(None, failure, ends_map=True)
 
     def assign(self) -> tuple[int, int] | None:
         """Return the next item to send and its member, None if there is none or no slot."""
@@ -154,8 +165,7 @@ class MapSchedule:
         """
         self._add_load(member, -1)
         self._retry(index, failure)
-        if not self._has_members():  # all were lost meanwhile
-            self.fail_unassigned(failure)
+        self._check_members(failure)  # all were lost meanwhile
 
     def _retry(self, index: int, failure: BaseException) -> None:
         attempts = self._attempts.pop(index, 0)
@@ -194,21 +204,29 @@ class MapSchedule:
     def _remove(self, member: int, failure: BaseException) -> None:
         if member in self._loads:
             self._loads[member] = None
+        self._check_members(failure)
+
+    def _check_members(self, failure: BaseException) -> None:
         if not self._has_members():
             self.fail_unassigned(failure)
+            self.exhaust(failure)
 
     def fail_unassigned(self, failure: BaseException) -> None:
         """Fail the items that no member has: none is left, or the time is over."""
         while self._unassigned:
-            self._outcomes[self._unassigned.popleft()] = Outcome(None, failure)
+            self._outcomes[self._unassigned.popleft()] = Outcome(None, failure, ends_map=True)
 
-    def next_outcome(self) -> Outcome | None:
-        """Return the outcome of the next item in order, once; None if it has none yet."""
-        outcome = self._outcomes.pop(self._yielded, None)
-        if outcome is not None:
-            self._attempts.pop(self._yielded, None)
+    def next_outcome(self) -> tuple[int, Outcome] | None:
+        """Return an item and its outcome, once; None if no outcome is due."""
+        index = self._yielded if self._is_ordered else next(iter(self._outcomes), -1)
+        if (outcome := self._outcomes.pop(index, None)) is not None:
+            self._attempts.pop(index, None)
             self._yielded += 1
-        return outcome
+            return index, outcome
+        if self._end is not None and self._yielded == self._taken:
+            end, self._end = self._end, None
+            return self._taken, end
+        return None
 
     def _has_members(self) -> bool:
         is_awaited = self._changes or bool(self._returning)

@@ -7,8 +7,8 @@ its `NamedMembers`.
 import asyncio
 import functools
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, Protocol, TypeVar, overload
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from torch.distributed.rpc import RRef
 
@@ -17,8 +17,8 @@ from .._aio.loops import await_on, call_soon, run_on_loop
 from .._endpoint import entry_points
 from .._handles.mistakes import refuse_attribute
 from ..errors import CallTimeout, NotInWorld
-from .group import AnyMember, Group, Items
-from .group_map import MapResults
+from .group import AnyMember, Group
+from .group_map import Items, MapOptions, Mappable, MapResults
 from .pool import current
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class _Watch:
             on_change()
 
 
-class NamedMembers(Collection[RRef[T]], Generic[T]):
+class NamedMembers(Collection[RRef[T]], Mappable[T]):
     """The living objects under one name: a group that changes. Made by `members`.
 
     `len` and iteration are of those that are there now, in rank order of their workers. The object
@@ -147,50 +147,10 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
         """
         return AnyMember(self, lambda: self._watch.group)
 
-    @overload
-    def map(
-        self,
-        method: Callable[Concatenate[T, ...], Awaitable[R]],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[Concatenate[T, ...], R],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-    ) -> MapResults[R]: ...
-
-    def map(
-        self,
-        method: Callable[..., Any],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
+    def _map(
+        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
     ) -> MapResults[Any]:
-        """Return an iterator of the results of `method` for all items, as `Group.map` does.
-
-        Members that come get items. Those that go get no more, and others get what they have not
-        done. While there is none, items wait, until the deadline of `aiorpc.timeout`.
-
-        Args:
-            method: method or function, called with the object and the arguments of an item.
-            iterables: iterables of the arguments.
-            in_flight: maximum number of unanswered calls of each member.
-            retries: how often an item is given to another member after a loss.
-
-        Raises:
-            TypeError, ValueError: as `Group.map`.
-            NotInWorld: from a step, once this worker has left its world.
-        """
-        return MapResults(self, method, iterables, in_flight, retries, self._follow)
+        return MapResults(self, method, iterables, options, self._follow)
 
     def _follow(self, on_change: Callable[[Exception | None], None]) -> Callable[[], None]:
         """Call `on_change` on the running loop after each change; return what ends that."""

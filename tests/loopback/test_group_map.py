@@ -159,6 +159,54 @@ async def test_an_exception_is_raised_at_its_place() -> None:
     assert stats().in_flight == 0
 
 
+@pytest.mark.promise("maps.unordered")
+async def test_results_as_they_complete() -> None:
+    """Each with its item; several iterables give a tuple. A slow item delays no other."""
+    group = await create([0, 0], Turnstile)
+    passing = group.map_unordered(Turnstile.pass_, [3, 0, 0, 0], in_flight=4)
+    await remote(group).let(0)
+    found = [await anext(passing) for _ in range(3)]
+    assert found == [(0, 0)] * 3
+    await remote(group).let(3)
+    assert [each async for each in passing] == [(3, 3)]
+    sums = [each async for each in (await nodes()).map_unordered(Node.sum, [1, 2], [10, 20])]
+    assert sorted(sums) == [((1, 10), 11), ((2, 20), 22)]
+
+
+@pytest.mark.promise("maps.unordered")
+async def test_an_exception_when_it_comes() -> None:
+    """It ends the map, and cancels the rest."""
+    group = await create([0, 0], Picky)
+    results = group.map_unordered(Picky.take, [4, 5, -6, 7], in_flight=3)
+    with pytest.raises(LookupError, match="-6"):
+        await anext(results)
+    with pytest.raises(StopAsyncIteration):
+        await anext(results)
+    assert stats().in_flight == 0
+
+
+@pytest.mark.promise("maps.exceptions")
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_exceptions_as_results(ordered: bool) -> None:
+    """Of the method, and of an item that cannot be sent. That of an iterable ends the map."""
+
+    def items() -> Iterator[Any]:
+        yield from [0, -1, 2, Unpicklable(), 3]
+        raise KeyError("source")
+
+    group = await create([0, 0], Picky)
+    found: list[Any] = []
+    start = group.map if ordered else group.map_unordered
+    with pytest.raises(KeyError, match="source"):  # noqa: PT012
+        async for each in start(Picky.take, items(), return_exceptions=True):
+            found.append(each if ordered else each[1])  # noqa: PERF401
+    texts = [repr(each) for each in found]
+    expected = ["0", "LookupError(-1)", "2", "LookupError('this is not pickled')", "3"]
+    assert (texts if ordered else sorted(texts)) == (expected if ordered else sorted(expected))
+    (failure,) = (each for each in found if repr(each) == "LookupError(-1)")
+    assert isinstance(failure.__cause__, RemoteTraceback)
+
+
 class Picky:
     async def take(self, item: int) -> int:
         if item < 0:

@@ -113,6 +113,14 @@ async def queue(envs: Group[Env], xs: list[Tensor]) -> None:
         assert_type(loss, float)
     async for first in envs.map(Env.reset, range(3)):
         assert_type(first, Tensor)
+    async for seed, began in envs.map_unordered(Env.reset, range(3)):
+        assert_type((seed, began), tuple[int, Tensor])
+    async for _, loss in envs.map_unordered(Env.train, numbers()):
+        assert_type(loss, float)
+    async for outcome in envs.map(Env.train, [1, 2], return_exceptions=True):
+        assert_type(outcome, float | BaseException)
+    async for _, outcome in envs.map_unordered(Env.train, [1, 2], return_exceptions=True):
+        assert_type(outcome, float | BaseException)
     async for names in envs.map(Env.pair, xs, "abc"):
         assert_type(names, list[str])
 

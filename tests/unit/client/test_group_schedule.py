@@ -80,17 +80,20 @@ def test_a_member_that_fails_always(count: int) -> None:
 class Simulation:
     """A map over numbered items whose members answer, fail and are lost in a random order."""
 
+    ordered = True
+
     def __init__(self, seed: int, items: int, members: int, in_flight: int, retries: int) -> None:
         self.random = random.Random(seed)
         self.items, self.members, self.in_flight = items, members, in_flight
         self.retries = retries
-        self.schedule = MapSchedule(members, in_flight, retries)
+        self.schedule = MapSchedule(members, in_flight, retries, ordered=self.ordered)
         self.running: list[tuple[int, int]] = []
         self.lost: set[int] = set()
         self.taken = self.yielded = 0
         self.sent: Counter[int] = Counter()
         self.losses: Counter[int] = Counter()
         self.had: dict[int, list[int]] = {}
+        self.order: list[int] = []  # of the items that were yielded
 
     def take(self) -> None:
         while self.schedule.may_take():
@@ -131,9 +134,10 @@ class Simulation:
 
     def consume(self) -> list[Outcome]:
         found = []
-        while (outcome := self.schedule.next_outcome()) is not None:
+        while (next_one := self.schedule.next_outcome()) is not None:
             self.yielded += 1
-            found.append(outcome)
+            self.order.append(next_one[0])
+            found.append(next_one[1])
         return found
 
     def _free_slots(self) -> bool:
@@ -221,8 +225,61 @@ def test_a_failing_source_fails_at_its_place(shape: Any) -> None:
     simulation.schedule.exhaust(broken)
     assert not simulation.schedule.may_take()
     simulation.schedule.exhaust(ValueError("later"))
-    assert simulation.consume() == [Outcome(None, broken)]
+    assert simulation.consume() == [Outcome(None, broken, ends_map=True)]
     assert simulation.schedule.is_over
+
+
+class Unordered(Simulation):
+    """The same, whose outcomes come as they complete, exceptions and losses too."""
+
+    ordered = False
+
+    def run(self, loss: float = 0.0, failure: float = 0.0) -> list[Outcome]:
+        found: list[Outcome] = []
+        for _ in range(20 * self.items + 100):
+            found += self.step(loss, failure)
+            if self.schedule.is_over:
+                return found
+        raise AssertionError(f"it does not end: {self.schedule!r}")
+
+
+@given(SHAPES, st.floats(0.0, 0.3), st.floats(0.0, 0.5))
+def test_every_outcome_once_as_it_completes(shape: Any, loss: float, failure: float) -> None:
+    """Nothing waits for an item before it. The map ends early if all members are lost."""
+    simulation = Unordered(*shape)
+    outcomes = simulation.run(loss, failure)
+    ends = [each.ends_map for each in outcomes]
+    all_lost = len(simulation.lost) == simulation.members
+    assert any(ends) <= all_lost
+    if any(ends):
+        assert all(each.failure for each in outcomes[ends.index(True) :])
+    taken = simulation.order[: simulation.taken]
+    assert sorted(taken) == [*range(simulation.taken)]
+    assert all_lost or simulation.taken == simulation.items
+    for item, outcome in zip(taken, outcomes, strict=False):
+        if outcome.failure is None:
+            assert outcome.value == -item
+        elif isinstance(outcome.failure, LookupError):
+            assert outcome.failure.args == (item,)
+
+
+def test_a_slow_item_delays_no_other_one() -> None:
+    schedule = MapSchedule(1, 3, 1, ordered=False)
+    for _ in range(3):
+        schedule.take()
+        schedule.assign()
+    schedule.answer(2, 0, Outcome("two"))
+    schedule.answer(1, 0, Outcome("one"))
+    assert [schedule.next_outcome(), schedule.next_outcome()] == [
+        (2, Outcome("two")),
+        (1, Outcome("one")),
+    ]
+    schedule.exhaust(failed := OSError("source"))
+    assert schedule.next_outcome() is None
+    schedule.answer(0, 0, Outcome("zero"))
+    assert schedule.next_outcome() == (0, Outcome("zero"))
+    assert schedule.next_outcome() == (3, Outcome(None, failed, ends_map=True))
+    assert schedule.is_over
 
 
 def test_the_bound_of_taken_items() -> None:
@@ -251,7 +308,7 @@ def test_a_withdrawn_item_uses_no_retry() -> None:
     assert schedule.assign() == (0, 2)
     schedule.withdraw(0, 2, gone)
     assert schedule.assign() is None
-    assert schedule.next_outcome() == Outcome(None, gone)
+    assert schedule.next_outcome() == (0, Outcome(None, gone, ends_map=True))
 
 
 def test_the_last_loss_fails_what_nobody_has() -> None:
@@ -261,7 +318,9 @@ def test_the_last_loss_fails_what_nobody_has() -> None:
     assert schedule.assign() == (0, 0)
     schedule.lose(0, 0, gone := ConnectionError())
     assert not schedule.may_take()
-    assert schedule.next_outcome() == Outcome(None, gone)
+    assert schedule.next_outcome() == (0, Outcome(None, gone, ends_map=True))
+    assert schedule.next_outcome() == (1, Outcome(None, gone, ends_map=True))
+    assert schedule.is_over
 
 
 @pytest.mark.parametrize("retries", [0, 1, 2])
@@ -273,10 +332,11 @@ def test_retries_are_counted_per_item(retries: int) -> None:
         assigned = schedule.assign()
         assert assigned is not None
         schedule.lose(*assigned, ConnectionError(attempt))
-    outcome = schedule.next_outcome()
-    assert outcome is not None
-    assert isinstance(outcome.failure, ConnectionError)
-    assert outcome.failure.args == (retries,)
+    found = schedule.next_outcome()
+    assert found is not None
+    assert isinstance(found[1].failure, ConnectionError)
+    assert found[1].failure.args == (retries,)
+    assert not found[1].ends_map
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
@@ -311,7 +371,7 @@ def test_an_interrupted_item_whose_members_are_lost_meanwhile() -> None:
     schedule.lose(0, 0, ConnectionError("lost"))
     schedule.interrupt(1, 0, gone := ConnectionError("cut"))
     assert schedule.next_outcome() is not None
-    assert schedule.next_outcome() == Outcome(None, gone)
+    assert schedule.next_outcome() == (1, Outcome(None, gone, ends_map=True))
 
 
 def test_items_wait_for_a_member_that_is_made_again() -> None:
@@ -329,7 +389,8 @@ def test_items_wait_for_a_member_that_is_made_again() -> None:
     schedule.answer(1, 0, Outcome("one"))
     assert schedule.assign() == (0, 0)
     schedule.answer(0, 0, Outcome("zero"))
-    assert [schedule.next_outcome(), schedule.next_outcome()] == [Outcome("zero"), Outcome("one")]
+    assert schedule.next_outcome() == (0, Outcome("zero"))
+    assert schedule.next_outcome() == (1, Outcome("one"))
 
 
 def test_items_fail_when_the_last_expected_member_is_given_up() -> None:
@@ -340,7 +401,7 @@ def test_items_fail_when_the_last_expected_member_is_given_up() -> None:
     schedule.lose(0, 0, ConnectionError("first"))
     refused = LookupError("refused")
     schedule.give_up(0, refused)
-    assert schedule.next_outcome() == Outcome(None, refused)
+    assert schedule.next_outcome() == (0, Outcome(None, refused, ends_map=True))
 
 
 def test_a_late_answer_leaves_a_restored_member_its_slots() -> None:
