@@ -9,7 +9,7 @@
 Worlds: `local_world` in a program, `run_local` for a whole program, `worker` under a launcher,
 `attach` beside `rpc.init_rpc`; `in_thread` for synchronous code and notebooks; `Tls` between hosts.
 Calls: `create`, `remote`, `call`, `proxy`, `fetch`; `supervised` for objects that are made again;
-`timeout`, `seconds_left`, `exclusive`.
+`timeout`, `seconds_left`, `exclusive`, `max_concurrency`, `is_cancelled`.
 Batches: `batched` with `Fill` or `Round`; `Broadcast`, `each`.
 Groups and names: `Group`, `members`; `register`, `unregister`, `lookup`.
 Beside plain torch RPC: `RRef`, `wrap_future`, `async_execution`.
@@ -44,7 +44,7 @@ Names with a leading underscore are private.
 #     _directory   rank 0's list of living members: state machine, server, the place to find it
 #     _handles     what remote returns, and errors that explain a mistaken use
 #     _peers       what a worker knows of the others: records, states, the log of changes
-#     _turns       turns on exclusive objects
+#     _turns       turns on objects with a limit
 #     _wire        what travels: frames, codec, state machines of both ends, handshake
 #     _torch       the adapter to torch.distributed.rpc and to private interfaces
 #     _port        one TCP port of a worker, TLS on it, the network interface
@@ -65,10 +65,11 @@ from ._client.api import call, create, fetch, proxy, remote, supervised
 from ._client.group import Group, each
 from ._client.lookup import lookup
 from ._client.named_members import members
+from ._context.cancellation import is_cancelled
 from ._endpoint.names import register, unregister
 from ._names import attributes_of as _attributes_of, show_as as _show_as
 from ._port.tls import Tls
-from ._server.exclusive import exclusive
+from ._server.exclusive import exclusive, max_concurrency
 from ._server.torch_clients import async_execution
 from ._torch.public_rref import RRef
 from ._torch.transport import wrap_future
@@ -115,6 +116,8 @@ __all__ = (  # noqa: RUF022
     "timeout",
     "seconds_left",
     "exclusive",
+    "max_concurrency",
+    "is_cancelled",
     "batched",
     "Fill",
     "Round",

@@ -9,7 +9,7 @@ from ._children.local import LocalWorker as LocalWorker
 from ._client.api import Workers as Workers
 from ._client.group import AnyMember as AnyMember
 from ._client.group_call import GroupCall as GroupCall, GroupResults as GroupResults
-from ._client.group_map import Items as Items, MapResults as MapResults
+from ._client.group_map import Items as Items, Mappable as Mappable, MapResults as MapResults
 from ._client.named_members import NamedMembers as NamedMembers
 from ._client.pool import WorkerRef as WorkerRef
 from ._client.proxies import (
@@ -40,6 +40,7 @@ __all__ = (
     "Items",
     "LocalWorker",
     "MapResults",
+    "Mappable",
     "NamedMembers",
     "OnFailure",
     "Policy",

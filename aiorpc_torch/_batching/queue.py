@@ -6,17 +6,20 @@ The scheduler decides when a batch starts; `results` splits the result per calle
 
 import asyncio
 import contextvars
+import functools
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
+from .._context.cancellation import ask_whether_given_up
 from .._context.interception import CallInfo, End, caller_context, enter_batch
 from .._context.recording import ContextRecord, current_record, enter_record
 from .._endpoint.entry_points import serving
-from .._turns.turns import is_exclusive, own_call_error, own_turn, turns_of
+from .._turns.turns import is_limited, turns_of
 from .._wire.ancestry import (
     BatchId,
     BatchScope,
@@ -237,8 +240,8 @@ class BatchQueue:
 
     def _reject_reentry(self, instance: Any) -> None:
         batches = ancestor_batches()
-        if batches and is_exclusive(instance) and turns_of(instance).is_held_by(batches):
-            raise own_call_error(self._function.name)
+        if batches and is_limited(instance):
+            turns_of(instance).refuse_own_call(self._function.name, batches)
         if batches and any(batch.id in batches for batch in self._running.values()):
             raise RuntimeError(
                 f"{self._function.name} awaits itself: this call would wait for the batch that "
@@ -340,6 +343,8 @@ class BatchQueue:
         enter_scopes(frozenset((running.scope(),)).union(*of_callers))
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
+        # Weakly: the function's context outlives the members.
+        ask_whether_given_up(functools.partial(_have_all_left, weakref.ref(batch)))
         end: End | None = None
         failure: BaseException | None = None
         try:
@@ -368,7 +373,7 @@ class BatchQueue:
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
     ) -> Coroutine[Any, Any, Sequence[Any]]:
         instance = batch.items[0].instance
-        run = self._run_in_turn(batch, args) if is_exclusive(instance) else None
+        run = self._run_in_turn(batch, args) if is_limited(instance) else None
         return run or self._function.run(instance, args)
 
     async def _run_in_turn(
@@ -376,8 +381,8 @@ class BatchQueue:
     ) -> Sequence[Any]:
         """Call the function of an exclusive instance."""
         instance = batch.items[0].instance
-        async with own_turn(instance, self._function.name):
-            if all(call.on_result is _ignore for call in batch.items):
+        async with turns_of(instance).hold(self._function.name):
+            if _have_all_left(lambda: batch):
                 raise asyncio.CancelledError  # every caller has left while the batch waited
             return await self._function.run(instance, args)
 
@@ -394,6 +399,12 @@ class BatchQueue:
             self._schedule_dispatch()
         for call, result in zip(batch.items, results, strict=True):
             call.resolve(result)
+
+
+def _have_all_left(batch: Callable[[], Batch[QueuedCall] | None]) -> bool:
+    """Return whether all callers of a batch have left. In any thread."""
+    found = batch()
+    return found is None or all(call.on_result is _ignore for call in found.items)
 
 
 _queues: WeakIdentityDict[BatchQueue, None] = WeakIdentityDict()

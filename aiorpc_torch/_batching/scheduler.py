@@ -32,7 +32,8 @@ class Reason(enum.Enum):
     QUORUM = "quorum"
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that would take twice as long to create
+# Not frozen: that would take twice as long to create.
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Batch(Generic[T]):
     """The members of one batch, in order of arrival."""
 

@@ -62,7 +62,7 @@ Returns a function that ends it.
 
 @dataclass(frozen=True)
 class MapOptions:
-    """How a map is done.
+    """The options of a map.
 
     Args:
         in_flight: maximum number of unanswered calls of each member.
@@ -142,7 +142,7 @@ class MapResults(AsyncIterator[R]):
 
 
 class Mappable(Generic[T]):
-    """What has members that do the items of a map."""
+    """A collection of members that do the items of a map."""
 
     __slots__ = ()
 

@@ -92,6 +92,10 @@ class ServerCall:
         """Return whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
+    def is_given_up(self) -> bool:
+        """Return whether the caller has left, or is late. In any thread."""
+        return self.is_cancelled or self.is_past_deadline()
+
     def invoke(self) -> Any:
         """Run the function in the current thread and context."""
         if self.deadline is not None:

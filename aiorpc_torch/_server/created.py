@@ -27,7 +27,7 @@ from .._aio.tasks import detach_task, warn_if_blocking
 from .._aio.threads import run_in_thread
 from .._endpoint.runtime import runs_on_loop
 from .._text import printable
-from .._turns.turns import is_exclusive, own_turn
+from .._turns.turns import is_limited, turns_of
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -127,8 +127,8 @@ class CreatedObjects:
 
 async def _end(instance: Any, name: str, finalizer: Finalizer | None) -> None:
     try:
-        if is_exclusive(instance):
-            async with own_turn(instance, name):
+        if is_limited(instance):
+            async with turns_of(instance).hold(name):
                 await _call_end(instance, name)
         else:
             await _call_end(instance, name)

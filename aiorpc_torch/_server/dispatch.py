@@ -25,7 +25,6 @@ from .._endpoint.runtime import runs_on_loop, warn_if_switch_is_void
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
 from .._torch.profiling import profiler_enabled
-from .._turns.turns import is_exclusive, turns_of
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
@@ -33,7 +32,7 @@ from .._wire.pickling import LongPickle
 from .._wire.targets import CreateTarget, MakeTarget, MethodTarget, Target, order_key
 from .._wire.wire_targets import decode_target
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
-from .exclusive import unguarded
+from .exclusive import turns_for, unguarded
 from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveCreate, ExclusiveStream
 from .executor import Executor
 from .exports import ExportPolicy
@@ -323,8 +322,8 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
     makes = isinstance(target, CreateTarget | MakeTarget)
     # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
     # the batch of the one before.
-    if joiner is None and is_exclusive(owner):
-        entrance = Entrance(turns_of(owner), on_loop)
+    if joiner is None and (turns := turns_for(owner, function)) is not None:
+        entrance = Entrance(turns, on_loop)
         kind = ExclusiveStream if stream else ExclusiveCreate if makes else ExclusiveCall
         return unguarded(function), True, entrance, kind
     if makes:

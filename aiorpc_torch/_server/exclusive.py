@@ -1,11 +1,11 @@
-"""`@exclusive`: one call at a time for each object, in the order of arrival.
+"""`@exclusive` and `@max_concurrency`: calls of an object that wait in the order of arrival.
 
-The decorator marks a class. Calls of peers find the mark and take the turn when they start
-(`exclusive_calls`), and so do batches when they run (`_batching.queue`).
+The decorators mark a class or a method. Calls of peers find the mark and take a turn when they
+start (`exclusive_calls`), and so do batches when they run (`_batching.queue`).
 
-A coroutine that code of this process awaits directly takes the turn too. Python looks it up on the
+A coroutine that code of this process awaits directly takes a turn too. Python looks it up on the
 class alone, so a guard stands there in the place of each `async def`, also of subclasses. (A
-`__getattribute__` would slow each `self.x`.) A call that holds the turn does without the guards.
+`__getattribute__` would slow each `self.x`.) A call that holds a turn does without the guards.
 """
 
 import contextlib
@@ -16,11 +16,12 @@ from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from .._turns.turns import EXCLUSIVE, own_turn, turns_of
+from .._turns.turns import LIMIT, Turns, turns_of, turns_of_method
 from .._wire.ancestry import add_scope, ancestor_batches
 from .torch_clients import COROUTINE, async_execution
 
 T = TypeVar("T", bound=type)
+D = TypeVar("D", bound=Callable[..., Any])
 
 
 def exclusive(cls: T) -> T:
@@ -48,15 +49,92 @@ def exclusive(cls: T) -> T:
     """
     if not isinstance(cls, type):
         raise TypeError(f"exclusive decorates a class, got {cls!r}")
+    _limit_class(cls, 1, "exclusive")
+    return cls
+
+
+def max_concurrency(limit: int) -> Callable[[D], D]:
+    """Run at most `limit` calls at once in each object, the others in the order of arrival.
+
+        class Simulator:
+            @aiorpc.max_concurrency(4)
+            def render(self, frame: int) -> Tensor: ...
+
+    It decorates a class, which limits all calls of an object together as `exclusive` does, or a
+    method, which limits the calls of that method.
+
+    A call that an object makes of itself, directly or through other workers, takes the next free
+    turn.
+
+    Args:
+        limit: number of calls that run at once, at least 1.
+
+    Raises:
+        TypeError: if it decorates something else, a `@batched` method (use its
+            `max_concurrent_batches=`) or a method of a class with a limit; or if the instances of
+            the class cannot be weakly referenced.
+        ValueError: if the limit is no int of at least 1.
+        RuntimeError: at a call of an object by itself, if all turns are held by calls that wait for
+            such a call.
+    """
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise ValueError(f"max_concurrency takes an int of at least 1, got {limit!r}")
+
+    def decorate(decorated: Any) -> Any:
+        if isinstance(decorated, type):
+            _limit_class(decorated, limit, "max_concurrency")
+            return decorated
+        return _limited_method(decorated, limit)
+
+    return decorate
+
+
+def _limit_class(cls: Any, limit: int, name: str) -> None:
     if not cls.__weakrefoffset__:
         raise TypeError(
-            f"exclusive needs weak references to its instances: add '__weakref__' to the "
-            f"__slots__ of {cls.__name__}"
+            f"{name} needs weak references to its instances: add '__weakref__' to the __slots__ of "
+            f"{cls.__name__}"
         )
-    setattr(cls, EXCLUSIVE, True)
+    setattr(cls, LIMIT, limit)
     _guard_methods(cls)
     _guard_subclasses(cls)
-    return cls
+
+
+def _limited_method(function: Any, limit: int) -> Any:
+    if hasattr(type(function), "__aiorpc_join__"):
+        raise TypeError(
+            "max_concurrency does not take a @batched method: use batched(max_concurrent_batches=)"
+        )
+    if type(function) is not FunctionType or not _is_method(function):
+        raise TypeError(f"max_concurrency decorates a class or a method, got {function!r}")
+    turns = functools.partial(_turns_of_method, function.__name__, limit)
+    coroutine = getattr(function, COROUTINE, function)
+    guard = _guard_of(coroutine, coroutine.__get__, turns)
+    if guard is not None:
+        guard = guard if coroutine is function else async_execution(guard)
+        setattr(guard, _GUARD, (guard, coroutine.__get__))
+    found = function if guard is None else guard
+    setattr(found, _TURNS, (found, turns))
+    return found
+
+
+def _is_method(function: Any) -> bool:
+    outer, _, _ = function.__qualname__.rpartition(".")
+    return outer != "" and not outer.endswith("<locals>")
+
+
+def _turns_of_method(name: str, limit: int, instance: Any) -> Turns:
+    return turns_of_method(instance, name, limit)
+
+
+def turns_for(instance: Any, function: Any) -> Turns | None:
+    """Return the turns that a call of `function` on an object takes, None if nothing limits it."""
+    if getattr(type(instance), LIMIT, None) is not None:
+        return turns_of(instance)
+    limited, turns = getattr(function, _TURNS, (None, None))
+    if turns is None or limited is not getattr(function, "__func__", function):
+        return None  # `functools.wraps` of a user copies the attribute
+    return turns(getattr(function, "__self__", instance))  # type: ignore[no-any-return]
 
 
 def unguarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +145,9 @@ def unguarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ── guards of local calls ───────────────────────────────────────────────────────────────────────
+
+_TURNS = "__aiorpc_turns__"
+"""Attribute of a method with a limit: itself, and what returns its turns, given the object."""
 
 _GUARD = "__aiorpc_guard__"
 """Attribute of a guard: itself, and what returns the method behind it, given the object."""
@@ -81,13 +162,19 @@ def _guard_methods(cls: type) -> None:
     """Let the coroutines of a class take turns when this process calls them directly."""
     for name in dir(cls):
         function = inspect.getattr_static(cls, name, None)
-        if name.startswith("_") or type(function) is not FunctionType or _bind_of(function):
+        if name.startswith("_") or type(function) is not FunctionType:
             continue
         coroutine = getattr(function, COROUTINE, function)
+        if _TURNS in vars(function):
+            raise TypeError(
+                f"{cls.__name__} limits its calls together: {name} cannot have a limit of its own"
+            )
+        if _bind_of(function):
+            continue
         # Inherited: by the order of inheritance, which may have another class between the two.
         is_own = name in vars(cls)
         bind = function.__get__ if is_own else functools.partial(_inherited, cls, name)
-        if (guard := _guard_of(coroutine, bind)) is not None:
+        if (guard := _guard_of(coroutine, bind, turns_of)) is not None:
             guard = guard if coroutine is function else async_execution(guard)
             setattr(guard, _GUARD, (guard, bind))
             setattr(cls, name, guard)
@@ -97,32 +184,37 @@ def _inherited(cls: type, name: str, instance: Any) -> Any:
     return getattr(super(cls, instance), name)
 
 
-def _guard_of(function: Callable[..., Any], bind: Callable[[Any], Any]) -> Any:
+def _guard_of(
+    function: Callable[..., Any], bind: Callable[[Any], Any], turns_of: Callable[[Any], Turns]
+) -> Any:
     """Return a function that takes a turn, None if `function` cannot wait for one.
 
     A plain `def` cannot. On the loop, waiting would block all. In a thread, it could wait for the
     method that has started the thread, as it lacks that method's context.
     """
     if inspect.iscoroutinefunction(function):
-        return _guarded_coroutine(function, bind)
-    return _guarded_generator(function, bind) if inspect.isasyncgenfunction(function) else None
+        return _guarded_coroutine(function, bind, turns_of)
+    if inspect.isasyncgenfunction(function):
+        return _guarded_generator(function, bind, turns_of)
+    return None
 
 
 def _guarded_coroutine(
-    function: Callable[..., Any], bind: Callable[[Any], Any]
+    function: Callable[..., Any], bind: Callable[[Any], Any], turns_of: Callable[[Any], Turns]
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     @functools.wraps(function)
     async def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if turns_of(self).is_held_by(ancestor_batches()):
+        turns = turns_of(self)
+        if turns.is_held_by(ancestor_batches()):
             return await bind(self)(*args, **kwargs)
-        async with own_turn(self, function.__qualname__):
+        async with turns.hold(function.__qualname__):
             return await bind(self)(*args, **kwargs)
 
     return guarded
 
 
 def _guarded_generator(
-    function: Callable[..., Any], bind: Callable[[Any], Any]
+    function: Callable[..., Any], bind: Callable[[Any], Any], turns_of: Callable[[Any], Turns]
 ) -> Callable[..., AsyncGenerator[Any, Any]]:
     @functools.wraps(function)
     async def guarded(self: Any, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:

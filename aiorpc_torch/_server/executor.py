@@ -16,6 +16,7 @@ from .._aio.entry_queue import EntryQueue
 from .._aio.fork import run_in_method
 from .._aio.tasks import start_task, warn_if_blocking
 from .._aio.threads import DaemonThreadPool
+from .._context.cancellation import ask_whether_given_up
 from .._context.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
@@ -177,6 +178,7 @@ class Executor:
         self._context.copy().run(self._run_plain, call)
 
     def _run_plain(self, call: ServerCall) -> None:
+        ask_whether_given_up(call.is_given_up)
         try:
             recording = call.recording
             steps = (call.invoke,) if recording is None else (recording.run, call.invoke)

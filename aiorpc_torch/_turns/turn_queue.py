@@ -1,5 +1,6 @@
-"""The order of the calls of one exclusive object: one holds the turn, the others wait in order."""
+"""The order of the calls of one object: some hold a turn, the others wait in order of arrival."""
 
+import math
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -7,29 +8,68 @@ T = TypeVar("T", bound=Hashable)
 
 
 class TurnQueue(Generic[T]):
-    """At most one holder, and the calls that wait for it to leave, in the order of their entry."""
+    """At most `limit` holders, and the calls that wait for one to leave, in order of their entry.
 
-    def __init__(self) -> None:
-        self.holder: T | None = None
+    A call that is to be `alone` waits until no turn is held, and nothing behind it starts until it
+    has left. A `nested` call is made by a holder: it takes the next free turn, before calls that
+    have come earlier, since a turn may be held until it returns.
+    """
+
+    def __init__(self, limit: float = 1) -> None:
+        self.holders: dict[T, None] = {}
         self._waiting: dict[T, None] = {}
+        self._limit = limit
+        self._nested: dict[T, None] = {}
+        self._alone: set[T] = set()  # of those that wait, and the holder that is
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._nested)
 
-    def enter(self, call: T) -> bool:
-        """Add a call; return whether it holds the turn at once."""
-        if self.holder is not None:
-            self._waiting[call] = None
-            return False
-        self.holder = call
-        return True
+    def all_waiting(self) -> list[T]:
+        """Return the calls that wait."""
+        return [*self._nested, *self._waiting]
 
-    def leave(self, call: T) -> T | None:
-        """Remove a call; return the one that holds the turn in its place. Ignore unknown calls."""
-        if self.holder != call:
-            self._waiting.pop(call, None)
-            return None
-        self.holder = next(iter(self._waiting), None)
-        if self.holder is not None:
-            del self._waiting[self.holder]
-        return self.holder
+    @property
+    def is_full(self) -> bool:
+        """Return whether a nested call has to wait."""
+        return len(self.holders) >= self._limit or bool(self._alone & self.holders.keys())
+
+    def enter(self, call: T, *, alone: bool = False, nested: bool = False) -> bool:
+        """Add a call; return whether it holds a turn at once."""
+        (self._nested if nested else self._waiting)[call] = None
+        if alone:
+            self._alone.add(call)
+        return call in self._admit()
+
+    def leave(self, call: T) -> list[T]:
+        """Remove a call; return those that hold a turn from now on. Ignore unknown calls."""
+        for calls in (self.holders, self._waiting, self._nested):
+            calls.pop(call, None)
+        self._alone.discard(call)
+        return self._admit()
+
+    def hurry(self) -> list[T]:
+        """Let the first that waits, and is not to be alone, pass as if it were nested.
+
+        Return those that hold a turn from now on.
+        """
+        for call in self._waiting:
+            if call not in self._alone:
+                del self._waiting[call]
+                self._nested[call] = None
+                break
+        return self._admit()
+
+    def _admit(self) -> list[T]:
+        begun: list[T] = []
+        while not self.is_full and (calls := self._nested or self._waiting):
+            call = next(iter(calls))
+            if call in self._alone and self.holders:
+                break
+            del calls[call]
+            self.holders[call] = None
+            begun.append(call)
+        return begun
+
+
+UNLIMITED = math.inf

@@ -1,4 +1,4 @@
-"""Turns on exclusive objects, for calls of peers, batches and local coroutines alike.
+"""Turns on objects with a limit, for calls of peers, batches and local coroutines alike.
 
 Calls enter and leave in any thread. A turn has an id like a batch's: the calls that its holder
 makes carry it, so a call that would wait for itself is found (`ancestry`).
@@ -14,8 +14,8 @@ from .._aio.identity import WeakIdentityDict
 from .._wire.ancestry import BatchId, BatchScope, add_scope, ancestor_batches, new_batch
 from .turn_queue import TurnQueue
 
-EXCLUSIVE = "__aiorpc_exclusive__"
-"""Attribute of exclusive classes; subclasses inherit it."""
+LIMIT = "__aiorpc_limit__"
+"""Attribute of classes: how many calls run at once in one object. Subclasses inherit it."""
 
 
 class Turn:
@@ -24,16 +24,17 @@ class Turn:
     It is called at most once, in the thread of the call that has left.
     """
 
-    __slots__ = ("_turns", "begin", "id")
+    __slots__ = ("_turns", "batches", "begin", "id")
 
     def __init__(self, turns: "Turns", begin: Callable[[], None]) -> None:
         self.id = new_batch()
         self.begin = begin
+        self.batches: Collection[BatchId] = ()  # its ancestors
         self._turns = turns
 
     def is_held(self) -> bool:
         """Return whether this turn's call may run."""
-        return self._turns.holder is self
+        return self in self._turns.holders
 
     def scope(self) -> BatchScope:
         """Return the scope of the calls that the holder makes."""
@@ -50,39 +51,58 @@ def _nothing() -> None:
 
 
 class Turns:
-    """The turns on one exclusive object. Thread-safe."""
+    """The turns on one object, or on one method of it: `limit` calls at once. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = 1) -> None:
         self._lock = threading.Lock()
-        self._queue: TurnQueue[Turn] = TurnQueue()
+        self._queue: TurnQueue[Turn] = TurnQueue(limit)
 
     @property
-    def holder(self) -> Turn | None:
-        """Return the turn that is held, None if the object is idle."""
-        return self._queue.holder
+    def holders(self) -> Collection[Turn]:
+        """Return the turns that are held."""
+        return self._queue.holders
 
     def is_held_by(self, batches: Collection[BatchId]) -> bool:
-        """Return whether one of these ancestors holds the turn."""
-        holder = self._queue.holder
-        return holder is not None and holder.id in batches
+        """Return whether one of these ancestors holds a turn."""
+        return bool(batches) and any(each.id in batches for each in [*self._queue.holders])
 
     def enter(self, turn: Turn, name: str, batches: Collection[BatchId]) -> bool:
-        """Add a call of method `name` with those ancestors; return whether it holds the turn.
+        """Add a call of method `name` with those ancestors; return whether it holds a turn.
 
         Raises:
-            RuntimeError: if an ancestor holds the turn, so that the call would wait for itself.
+            RuntimeError: if all turns would be held by calls that wait for such a call.
         """
         with self._lock:
-            if self.is_held_by(batches):
-                raise own_call_error(name)
-            return self._queue.enter(turn)
+            self._refuse_own_call(name, batches)
+            turn.batches = batches
+            return self._queue.enter(turn, nested=self.is_held_by(batches))
+
+    def refuse_own_call(self, name: str, batches: Collection[BatchId]) -> None:
+        """Raise RuntimeError as `enter` does."""
+        with self._lock:
+            self._refuse_own_call(name, batches)
+
+    def _refuse_own_call(self, name: str, batches: Collection[BatchId]) -> None:
+        queue = self._queue
+        if not (queue.is_full and self.is_held_by(batches)):
+            return
+        awaited = {*batches}.union(*(turn.batches for turn in queue.all_waiting()))
+        if all(holder.id in awaited for holder in queue.holders):
+            count = len(queue.holders)
+            what = "an exclusive object calls itself"
+            if count > 1:
+                what = f"an object calls itself, from all {count} calls that may run at once"
+            raise RuntimeError(
+                f"{name}: {what}, so this call would wait for the call that makes it. Call the "
+                "method directly: `self.method()`"
+            )
 
     def leave(self, turn: Turn) -> None:
-        """Remove a call, and begin the next one if it held the turn."""
+        """Remove a call, and begin those that may run now."""
         with self._lock:
             following = self._queue.leave(turn)
-        if following is not None:
-            following.begin()
+        for each in following:
+            each.begin()
 
     async def wait(self, name: str) -> Turn:
         """Wait for a turn of the current task. Raises the same as `enter`."""
@@ -108,42 +128,42 @@ class Turns:
                 raise
         return turn
 
+    @contextlib.asynccontextmanager
+    async def hold(self, name: str) -> AsyncIterator[None]:
+        """Hold a turn in this block of a task. Raises the same as `enter`."""
+        turn = await self.wait(name)
+        try:
+            with add_scope(turn.scope()):
+                yield
+        finally:
+            turn.leave()
 
-def own_call_error(name: str) -> RuntimeError:
-    """Return the error of a call that its object makes of itself."""
-    return RuntimeError(
-        f"{name}: an exclusive object calls itself, so this call would wait for the call that "
-        "makes it. Call the method directly: `self.method()`"
-    )
 
-
-def is_exclusive(instance: object) -> bool:
-    """Return whether an object is of an exclusive class."""
-    return getattr(type(instance), EXCLUSIVE, False) is True
+def is_limited(instance: object) -> bool:
+    """Return whether an object is of a class with a limit."""
+    return getattr(type(instance), LIMIT, None) is not None
 
 
 _turns: WeakIdentityDict[Any, Turns] = WeakIdentityDict()
+_of_methods: WeakIdentityDict[Any, dict[str, Turns]] = WeakIdentityDict()
 _lock = threading.Lock()
 
 
 def turns_of(instance: Any) -> Turns:
-    """Return the turns on an exclusive object."""
+    """Return the turns on an object of a class with a limit."""
     with _lock:
         if (turns := _turns.get(instance)) is None:
-            _turns.set(instance, turns := Turns())
+            _turns.set(instance, turns := Turns(getattr(type(instance), LIMIT)))
         return turns
 
 
-@contextlib.asynccontextmanager
-async def own_turn(instance: Any, name: str) -> AsyncIterator[None]:
-    """Hold a turn on an exclusive object in this block of a task.
+def turns_of_method(instance: Any, name: str, limit: int) -> Turns:
+    """Return the turns on one method of an object.
 
     Raises:
-        RuntimeError: if the task is a part of a call that holds the turn.
+        TypeError: if the object cannot be weakly referenced.
     """
-    turn = await turns_of(instance).wait(name)
-    try:
-        with add_scope(turn.scope()):
-            yield
-    finally:
-        turn.leave()
+    with _lock:
+        if (by_name := _of_methods.get(instance)) is None:
+            _of_methods.set(instance, by_name := {})
+        return by_name.setdefault(name, Turns(limit))

@@ -14,7 +14,7 @@ import aiorpc_torch
 
 REPOSITORY = Path(__file__).parents[2]
 
-MOST_NAMES = 45
+MOST_NAMES = 48
 PUBLIC_MODULES = ["types", "observe", "training", "testing"]
 
 

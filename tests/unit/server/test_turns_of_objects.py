@@ -18,7 +18,7 @@ async def test_a_stream_that_fails_to_close_ends_its_turn() -> None:
     assert await anext(stream) == 1
     with pytest.raises(LookupError, match="close"):
         await stream.aclose()
-    assert turns_of(streams).holder is None
+    assert turns_of(streams).holders == {}
     assert await streams.work() == "worked"
 
 
@@ -31,7 +31,7 @@ async def test_a_cancelled_coroutine_frees_its_place() -> None:
     holds.cancel()
     assert await last == 2
     assert busy.log == [0, 2]
-    assert turns_of(busy).holder is None
+    assert turns_of(busy).holders == {}
 
 
 def test_turns_go_on_after_a_loop_has_ended() -> None:
@@ -60,7 +60,7 @@ def test_turns_go_on_after_a_loop_has_ended() -> None:
     loop.close()
     ended.set()
     holder.join()
-    assert turns_of(busy).holder is None
+    assert turns_of(busy).holders == {}
     assert asyncio.run(busy.work("next")) == "next"
     step._log_destroy_pending = False  # type: ignore[attr-defined]
     del step
@@ -96,4 +96,4 @@ def test_threads_take_turns(plans: list[list[bool]]) -> None:
         thread.join(10.0)
     assert not any(thread.is_alive() for thread in threads)
     assert most <= 1
-    assert turns.holder is None
+    assert turns.holders == {}
