@@ -30,7 +30,7 @@ from .._wire.ancestry import (
     new_batch,
 )
 from .._wire.columns import SharedValue
-from .._wire.exceptions import LeavingWorker
+from .._wire.exceptions import LeavingWorker, note_has_run
 from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError
 from .function import BatchFunction
 from .policies import Fill, Policy, Round, has_functions, numbers_of
@@ -351,6 +351,7 @@ class BatchQueue:
             end = self._observe(batch)
             results = await warn_if_blocking(self._run_function(batch, args), name)
         except BaseException as exc:  # SystemExit too: every caller gets a result
+            note_has_run(exc)
             results, failure = failure_per_caller(exc, size, name), exc
         if end is not None:
             end(failure)

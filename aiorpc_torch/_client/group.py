@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import (
+    AsyncIterator,
     Callable,
     Collection,
     Generator,
@@ -9,7 +10,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeGuard, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -21,7 +22,7 @@ from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.messages import Arguments
 from .._wire.shared_arguments import EachValue
 from .._wire.targets import BoundTarget, CreateTarget, MakeTarget, MethodTarget
-from ..errors import NoMembers, WorkerGone, WorkerLeft, WorkerLost
+from ..errors import NoMembers, QueueFull, RpcError, WorkerGone, WorkerLeft, WorkerLost
 from .answers import is_own
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
@@ -142,10 +143,12 @@ class Group(Sequence[RRef[T]], Mappable[T]):
         Each call chooses when it starts: the member whose worker has the fewest unanswered calls
         and streams of this process, ties in turn. Lost workers and replaced processes are skipped.
         A member whose calls raise is passed over for some choices, for more after each failure in a
-        row. A call that was not sent goes to another member; one that may have run is not retried.
+        row. A call that was not sent, or whose queue (`max_pending`) is full, goes to another
+        member; one that may have run is not retried.
 
         Raises:
             ValueError: if the group is empty.
+            QueueFull: from the call, if the queues of all members are full.
             WorkerLost: from the call, if no member is left.
         """
         self._check_not_empty("any()")
@@ -185,7 +188,7 @@ async def create_on(
 # ── the least busy member ───────────────────────────────────────────────────────────────────────
 
 
-NO_REFUSALS: Mapping[str, WorkerGone] = {}
+NO_REFUSALS: Mapping[Any, RpcError] = {}
 
 
 class AnyMember(Generic[T]):
@@ -211,13 +214,14 @@ class AnyMember(Generic[T]):
     def __reduce__(self) -> Any:
         return type(self._group).any, (self._group,)  # type: ignore[attr-defined]
 
-    def _choose(self, refusals: Mapping[str, WorkerGone]) -> tuple[Group[T], int]:
+    def _choose(self, refusals: Mapping[Any, RpcError]) -> tuple[Group[T], int]:
         """Return the group, and the position of the member for a call that starts now.
 
-        It is not of a worker that did not get the call. If all are lost, it is a supervised one,
-        for which the call waits.
+        It is none of the `refusals`: workers by name, and members. If all are lost, it is a
+        supervised one, for which the call waits.
 
         Raises:
+            QueueFull: if the queue of a member is full, and no other is left.
             WorkerLost: if no member is left.
             WorkerLeft: if all members have left.
             NoMembers: if the group is empty now.
@@ -231,14 +235,25 @@ class AnyMember(Generic[T]):
         else:
             loads = [*map(pool.load, [owner_name(member) for member in group])]
         if refusals:
-            owners = map(owner_name, group)
-            loads = [None if own in refusals else of for own, of in zip(owners, loads, strict=True)]
+            loads = _without(refusals, group, loads)
         chosen = group._least_busy.choose(loads)
         if chosen is None and group._has_supervised:
-            chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
+            loads = [0 if _may_return(each) else None for each in group]
+            chosen = group._least_busy.choose(_without(refusals, group, loads))
         if chosen is None:
             raise [*refusals.values(), _none_left(pool, group)][0]
         return group, chosen
+
+
+def _without(
+    refusals: Mapping[Any, RpcError], group: Group[Any], loads: Sequence[int | None]
+) -> list[int | None]:
+    """Return the loads, None for a member that did not take the call."""
+    keys = ((owner_name(each), _identity(each)) for each in group)
+    return [
+        None if any(key in refusals for key in of_member) else load
+        for of_member, load in zip(keys, loads, strict=True)
+    ]
 
 
 def _none_left(pool: ConnectionPool, group: Group[Any]) -> WorkerGone:
@@ -258,6 +273,13 @@ def _may_return(member: Any) -> bool:
     return isinstance(member, Supervised) and member._may_return()
 
 
+def _is_refusal(exc: Exception) -> TypeGuard[RpcError]:
+    """Return whether a member did not take a call: it was not sent, or its queue is full."""
+    if isinstance(exc, QueueFull):
+        return not exc.may_have_run
+    return is_own(exc) and not exc.may_have_run
+
+
 class AnyCall(SupervisedCall):
     """A call of the least busy member of a group, which it chooses when it starts."""
 
@@ -272,41 +294,41 @@ class AnyCall(SupervisedCall):
         timeout: float | None = None,
     ) -> None:
         self._any = any_member
-        self._chosen: tuple[Group[Any], int] | None = None
+        self._chosen: tuple[Group[Any], int]
         RemoteCall.__init__(self, "", target, timeout, *args, **kwargs)
 
     def _run(self) -> Generator[Any, Any, Any]:
-        try:
-            found = yield from self._run_on_members()
-        except Exception:
-            if self._chosen is not None:
-                group, position = self._chosen
-                group._least_busy.fail(position, len(group))
-            raise
-        assert self._chosen is not None
-        group, position = self._chosen
-        group._least_busy.succeed(position)
-        return found
-
-    def _run_on_members(self) -> Generator[Any, Any, Any]:
         steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
-        refusals: dict[str, WorkerGone] = {}  # of workers, if the news of it has not come yet
-        while not self._choose(refusals):
+        refusals: dict[Any, RpcError] = {}  # of those that did not take the call
+        while True:
+            is_supervised = self._choose(refusals)
+            run = SupervisedCall._run if is_supervised else RemoteCall._run
             try:
-                return (yield from RemoteCall._run(self))
-            except WorkerGone as exc:
-                if exc.may_have_run or not is_own(exc):
+                found = yield from run(self)
+            except Exception as exc:
+                self._note_failure()
+                if not _is_refusal(exc):
                     raise
-                refusals[owner_name(self._worker)] = exc
-            self._steps, self._timeout = steps, time_left(due)  # it is not over
-        return (yield from super()._run())
+                group, position = self._chosen
+                member = group[position]
+                is_full = isinstance(exc, QueueFull)
+                refusals[_identity(member) if is_full else owner_name(member)] = exc
+                self._steps, self._timeout = steps, time_left(due)  # it is not over
+            else:
+                group, position = self._chosen
+                group._least_busy.succeed(position)
+                return found
 
-    def _iterate(self, *, enters: bool) -> RemoteStream | SupervisedStream:  # type: ignore[override]
+    def _note_failure(self) -> None:
+        group, position = self._chosen
+        group._least_busy.fail(position, len(group))
+
+    def _iterate(self, *, enters: bool) -> "AnyStream":  # type: ignore[override]
         is_supervised = self._steps is None and self._choose()
         iterate = super()._iterate if is_supervised else super(SupervisedCall, self)._iterate
-        return iterate(enters=enters)
+        return AnyStream(iterate(enters=enters), self._note_failure)
 
-    def _choose(self, refusals: Mapping[str, WorkerGone] = NO_REFUSALS) -> bool:
+    def _choose(self, refusals: Mapping[Any, RpcError] = NO_REFUSALS) -> bool:
         """Choose the member; return whether it is supervised."""
         self._chosen = group, position = self._any._choose(refusals)
         member: Any = group[position]
@@ -315,3 +337,36 @@ class AnyCall(SupervisedCall):
             return True
         self._worker, self._target = member, target_on(self._target, member)
         return False
+
+
+class AnyStream(AsyncIterator[Any]):
+    """The items of a remote generator of the least busy member, whose failure is noted."""
+
+    def __init__(
+        self, stream: RemoteStream | SupervisedStream, note_failure: Callable[[], None]
+    ) -> None:
+        self._stream = stream
+        self._note_failure = note_failure
+
+    def __repr__(self) -> str:
+        return repr(self._stream)
+
+    async def __anext__(self) -> Any:
+        try:
+            return await anext(self._stream)
+        except StopAsyncIteration:
+            raise
+        except Exception:
+            self._note_failure()
+            raise
+
+    def _has_item(self) -> bool:
+        return self._stream._has_item()
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the stream before its consumer: a deadline, or a loss."""
+        self._stream.raise_failure()
+
+    async def aclose(self) -> None:
+        """Close the remote generator: its `finally` runs. `break` does the same."""
+        await self._stream.aclose()

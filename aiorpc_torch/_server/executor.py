@@ -21,7 +21,7 @@ from .._context.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
 from .._wire.ancestry import enter_scopes
-from .._wire.exceptions import try_add_note
+from .._wire.exceptions import note_has_run, try_add_note
 from ..errors import CallTimeout, RpcError
 from .calls import Joiner, ServerCall
 from .exclusive_calls import CallInTurn
@@ -186,6 +186,7 @@ class Executor:
         except BaseException as exc:  # SystemExit too goes to the caller
             if isinstance(exc, RuntimeError) and exc.args == ("no running event loop",):
                 try_add_note(exc, _NO_LOOP)
+            note_has_run(exc)
             call.fail(exc)
         else:
             self._on_return(call, value)
@@ -284,6 +285,7 @@ async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
             check_streamable(value, call.name)
             await pump_async(call, value)
     except BaseException as exc:  # a KeyboardInterrupt must not end the serving loop
+        note_has_run(exc)
         call.fail(exc)
     else:
         call.succeed(value)

@@ -161,6 +161,15 @@ def copy_exception(exc: BaseException, doing: str) -> BaseException:
     return _caused(copy, exc)
 
 
+def note_has_run(exc: BaseException) -> None:
+    """Let an error that leaves a method say that the call of that method has run.
+
+    It may be the error of a call that the method has made, and that was not sent.
+    """
+    if isinstance(exc, RpcError) and not exc.may_have_run:
+        exc.may_have_run = True
+
+
 def try_add_note(exc: BaseException, text: str) -> None:
     """Add a note; do nothing if a user's class refuses it."""
     with contextlib.suppress(Exception):

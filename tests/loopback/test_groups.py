@@ -16,8 +16,11 @@ from aiorpc_torch import (
     CallTimeout,
     Group,
     GroupError,
+    QueueFull,
     RemoteError,
     RpcError,
+    RRef,
+    batched,
     call,
     create,
     each,
@@ -780,6 +783,83 @@ async def test_any_passes_over_members_that_fail() -> None:
     assert await remote(group[0]).set_broken(False) == failures
     await asyncio.gather(*(ask(50) for _ in range(6)))
     assert await remote(group[0]).set_broken(False) > failures + 20
+
+
+class Queued:
+    """A member with a queue of one call, which runs while its gate is closed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.ran = name, 0
+        self.gate = asyncio.Event()
+
+    @batched(max_size=1, max_pending=1)
+    async def work(self, xs: list[int]) -> list[str]:
+        self.ran += 1
+        await self.gate.wait()
+        return [self.name for _ in xs]
+
+    async def ask(self, other: RRef[Any]) -> str:
+        self.ran += 1
+        return await remote(other).work(0)
+
+    async def broken(self) -> Any:
+        self.ran += 1
+        yield 1
+        raise LookupError(self.name)
+
+    async def open(self) -> int:
+        self.gate.set()
+        return self.ran
+
+
+async def full_queue(name: str) -> tuple[RRef[Queued], list["asyncio.Future[str]"]]:
+    """A member whose queue is full, and the calls that fill it."""
+    rref = RRef(Queued(name))
+    running = [asyncio.ensure_future(remote(rref).work(0))]
+    async with asyncio.timeout(SOON):
+        while rref.local_value().ran < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    running.append(asyncio.ensure_future(remote(rref).work(1)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await remote(rref, timeout=SOON).work(2)
+    return rref, running
+
+
+@pytest.mark.promise("any.refused")
+async def test_any_calls_another_member_if_a_queue_is_full() -> None:
+    """Another caller fills it. Only if all are full the call fails."""
+    full, running = await full_queue("full")
+    free = RRef(Queued("free"))
+    await remote(free).open()
+    group = Group([full, free])
+    assert [await remote(group.any()).work(n) for n in range(8)] == ["free"] * 8
+    with pytest.raises(QueueFull):
+        await remote(Group([full, full]).any()).work(0)
+    assert await remote(full).open() == 1
+    assert await asyncio.gather(*running) == ["full", "full"]
+
+
+@pytest.mark.promise("any.refused")
+async def test_a_full_queue_elsewhere_is_no_refusal() -> None:
+    """The method has run, and is not run again by another member."""
+    full, running = await full_queue("full")
+    group = Group([RRef(Queued("a")), RRef(Queued("b"))])
+    with pytest.raises(QueueFull) as raised:
+        await remote(group.any()).ask(full)
+    assert raised.value.may_have_run
+    assert sum(await remote(group).open()) == 1
+    assert await remote(full).open() == 1
+    await asyncio.gather(*running)
+
+
+@pytest.mark.promise("any.failing")
+async def test_a_stream_that_fails_is_a_failure() -> None:
+    group = Group([RRef(Queued("a")), RRef(Queued("b"))])
+    for name in ("a", "b", "a"):
+        with pytest.raises(LookupError, match=name):
+            assert [item async for item in remote(group.any()).broken()] == [1]
+    assert group._least_busy._failures == {0: 2, 1: 1}
 
 
 async def test_any_has_a_deadline() -> None:
