@@ -164,9 +164,11 @@ def copy_exception(exc: BaseException, doing: str) -> BaseException:
 def note_has_run(exc: BaseException) -> None:
     """Let an error that leaves a method say that the call of that method has run.
 
-    It may be the error of a call that the method has made, and that was not sent.
+    It may be the error of a call that the method has made, and that was not sent. One that names
+    its call speaks of that.
     """
-    if isinstance(exc, RpcError) and not exc.may_have_run:
+    is_named = getattr(exc, "method", None) is not None
+    if isinstance(exc, RpcError) and not exc.may_have_run and not is_named:
         exc.may_have_run = True
 
 
