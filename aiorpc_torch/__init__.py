@@ -9,7 +9,7 @@
 Worlds: `local_world` in a program, `run_local` for a whole program, `worker` under a launcher,
 `attach` beside `rpc.init_rpc`; `in_thread` for synchronous code and notebooks; `Tls` between hosts.
 Calls: `create`, `remote`, `call`, `proxy`, `fetch`; `supervised` for objects that are made again;
-`timeout`, `seconds_left`, `exclusive`, `max_concurrency`, `is_cancelled`.
+`timeout`, `seconds_left`, `exclusive`, `max_concurrency`, `is_cancelled`, `paused`.
 Batches: `batched` with `Fill` or `Round`; `Broadcast`, `each`.
 Groups and names: `Group`, `members`; `register`, `unregister`, `lookup`.
 Beside plain torch RPC: `RRef`, `wrap_future`, `async_execution`.
@@ -65,6 +65,7 @@ from ._client.api import call, create, fetch, proxy, remote, supervised
 from ._client.group import Group, each
 from ._client.lookup import lookup
 from ._client.named_members import members
+from ._client.paused import paused
 from ._context.cancellation import is_cancelled
 from ._endpoint.names import register, unregister
 from ._names import attributes_of as _attributes_of, show_as as _show_as
@@ -118,6 +119,7 @@ __all__ = (  # noqa: RUF022
     "exclusive",
     "max_concurrency",
     "is_cancelled",
+    "paused",
     "batched",
     "Fill",
     "Round",

@@ -13,7 +13,7 @@ from .._context.recording import current_record
 from .._torch import rrefs
 from .._torch.compat import current_context_id
 from .._torch.rrefs import RRefId
-from .._wire.ancestry import entered_scopes, to_wire
+from .._wire.ancestry import awaited, entered_scopes, to_wire
 from .._wire.columns import PACKED
 from .._wire.exceptions import try_add_note
 from .._wire.messages import (
@@ -61,7 +61,7 @@ class CallEncoder:
     ) -> tuple[EncodedTarget, bytes] | None:
         """Return target and frame of a call that is sent at once, None if `call` encodes it."""
         known = self._methods.get(target.name) if type(target) is MethodTarget else None
-        if known is None or len(args) != 1 or entered_scopes():
+        if known is None or len(args) != 1 or entered_scopes() or awaited:
             return None
         if current_record() is not None or current_context_id() >= 0:  # it is recorded
             return None
@@ -78,7 +78,7 @@ class CallEncoder:
             encoded = known.target
         else:
             encoded = self._encode_target(target)
-        batches = to_wire(self._caller) if entered_scopes() else ()
+        batches = to_wire(self._caller) if entered_scopes() or awaited else ()
         try:
             call = encode_call(self._heads, number, encoded, stream, args, due, batches)
             if call.head.kinds == PICKLED:

@@ -20,7 +20,7 @@ from .._text import printable
 from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event, profiler_enabled
-from .._wire.ancestry import BatchScope, enter_scopes
+from .._wire.ancestry import BatchScope, enter_scopes, note_call
 from .._wire.columns import (
     FAILED,
     PACKED,
@@ -59,6 +59,8 @@ class ServerCall:
     is_cancelled = has_started = False
     why_lost: str | None = None  # set if it is cancelled because its caller was lost
     task: asyncio.Task[None] | None = None  # set while it runs on the loop
+    session: Session | None = None  # None for a call of a torch client
+    number = -1  # that of its caller
     joiner: Joiner | None = None  # set if `function` is batched
     deadline: float | None = None
     leave_batch: Callable[[], object] | None = None  # removes it from its batch
@@ -98,6 +100,8 @@ class ServerCall:
 
     def invoke(self) -> Any:
         """Run the function in the current thread and context."""
+        if self.session is not None:
+            note_call((self.session.key, self.number))
         if self.deadline is not None:
             set_deadline(self.deadline)
         if self.scope is not None or self.recording is not None or self.carried is not None:
@@ -165,6 +169,7 @@ class ServerCall:
 class RpcCall(ServerCall):
     """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
+    session: Session
     sends_value = True  # its result is what the function returns
 
     def __init__(

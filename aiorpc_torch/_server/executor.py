@@ -45,12 +45,16 @@ class Executor:
 
     Attributes:
         refusal: makes the error of calls that may not start any more, None while they may.
+        holds: returns whether a call is held, None while all may start.
+        in_threads: calls of plain functions that run, answered or not.
         call_on_loop: runs a step on the loop, in the order in which it gets them. In any thread.
         submit_to_threads: runs each of some tasks in a thread. They start in order.
     """
 
     def __init__(self, threads: int) -> None:
         self.refusal: Callable[[], RpcError] | None = None
+        self.holds: Callable[[ServerCall], bool] | None = None
+        self.in_threads: set[ServerCall] = set()
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # of every call
         self._context.run(set_deadline, None)
@@ -73,6 +77,18 @@ class Executor:
             for call in calls:
                 call.abandon(self.refusal())
             return
+        if self.holds is not None:
+            calls = [each for each in calls if not self.holds(each)]
+        self._start_all(calls)
+
+    def restart(self, call: ServerCall) -> None:
+        """Start a call that was held."""
+        if self.refusal is not None:
+            call.abandon(self.refusal())
+        else:
+            self._start_all((call,))
+
+    def _start_all(self, calls: Iterable[ServerCall]) -> None:
         plain: list[ServerCall] = []
         for call in calls:
             if not call.on_loop:
@@ -175,7 +191,11 @@ class Executor:
     def _run_in_thread(self, call: ServerCall) -> None:
         if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
             return
-        self._context.copy().run(self._run_plain, call)
+        self.in_threads.add(call)
+        try:
+            self._context.copy().run(self._run_plain, call)
+        finally:
+            self.in_threads.discard(call)
 
     def _run_plain(self, call: ServerCall) -> None:
         ask_whether_given_up(call.is_given_up)

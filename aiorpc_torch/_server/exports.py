@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .._endpoint.names import ALWAYS_EXPORTED
+from .._endpoint.pauses import pause_object
 from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (
@@ -109,7 +110,7 @@ class ExportPolicy:
         return found
 
     def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
-        exported = is_among(found, ALWAYS_EXPORTED) or self._has_object(found)
+        exported = is_among(found, (*ALWAYS_EXPORTED, pause_object)) or self._has_object(found)
         if not exported and is_public:
             exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
         if not exported:

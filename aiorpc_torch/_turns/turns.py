@@ -53,7 +53,7 @@ def _nothing() -> None:
 class Turns:
     """The turns on one object, or on one method of it: `limit` calls at once. Thread-safe."""
 
-    def __init__(self, limit: float = 1) -> None:
+    def __init__(self, limit: int = 1) -> None:
         self._lock = threading.Lock()
         self._queue: TurnQueue[Turn] = TurnQueue(limit)
 
@@ -86,7 +86,7 @@ class Turns:
         queue = self._queue
         if not (queue.is_full and self.is_held_by(batches)):
             return
-        awaited = {*batches}.union(*(turn.batches for turn in queue.all_waiting()))
+        awaited = {*batches}.union(*(turn.batches for turn in queue.waiting()))
         if all(holder.id in awaited for holder in queue.holders):
             count = len(queue.holders)
             what = "an exclusive object calls itself"
@@ -101,8 +101,8 @@ class Turns:
         """Remove a call, and begin those that may run now."""
         with self._lock:
             following = self._queue.leave(turn)
-        for each in following:
-            each.begin()
+        if following is not None:
+            following.begin()
 
     async def wait(self, name: str) -> Turn:
         """Wait for a turn of the current task. Raises the same as `enter`."""

@@ -6,7 +6,7 @@ travel with each call that the function makes, directly or through other workers
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -33,6 +33,18 @@ _scopes: ContextVar[frozenset[BatchScope]] = ContextVar("aiorpc_batch_scopes", d
 
 entered_scopes = _scopes.get
 """Return the scopes of this context, also closed ones. A function of C: every call asks."""
+
+
+CallKey = tuple[Hashable, int]
+"""A running call: the key of its session, and its number."""
+
+_running: ContextVar[CallKey | None] = ContextVar("aiorpc_running_call", default=None)
+
+note_call = _running.set
+"""Make this context a part of a call. A function of C: every call does."""
+
+awaited: dict[CallKey, BatchId] = {}
+"""The calls of this worker that a pause waits for, as ancestors of the calls that they make."""
 
 
 def new_batch() -> BatchId:
@@ -63,14 +75,25 @@ def add_scope(scope: BatchScope) -> Iterator[None]:
 
 def ancestor_batches() -> frozenset[BatchId]:
     """Return the batches that cannot end before this context's work does."""
-    if not (found := _scopes.get()):  # the common case, on each call
+    found = _scopes.get()
+    if not found and not awaited:  # the common case, on each call
         return NO_BATCHES
-    return NO_BATCHES.union(*(scope.batches for scope in found if scope.is_open()))
+    own = awaited.get(_running.get() or _NO_CALL)
+    here = NO_BATCHES if own is None else frozenset((own,))
+    return here.union(*(scope.batches for scope in found if scope.is_open()))
+
+
+_NO_CALL: CallKey = None, -1
+
+
+def has_ancestors() -> bool:
+    """Return whether there may be ancestor batches of this context."""
+    return bool(_scopes.get() or awaited)
 
 
 def to_wire(worker: str) -> tuple[BatchId, ...]:
     """Return the ancestor batches, sorted, with `worker` as the name of this process's worker."""
-    if not _scopes.get():  # the common case, on each call
+    if not has_ancestors():  # the common case, on each call
         return ()
     return tuple(sorted((name or worker, number) for name, number in ancestor_batches()))
 

@@ -28,6 +28,9 @@ class Learner:
         self.optimizer.step()
         return arms
 
+    async def payoff(self) -> float:
+        return float(self.logits.detach().softmax(0) @ PAYOFFS)
+
     async def best(self) -> int:
         return int(self.logits.argmax())
 
@@ -47,7 +50,14 @@ async def main() -> None:
     async with aiorpc.local_world(["learner", "actor0", "actor1"]):
         learner = await aiorpc.create("learner", Learner)
         actors = await aiorpc.create(["actor0", "actor1"], Actor)
-        await aiorpc.remote(actors).play(learner, 32)
+        playing = asyncio.ensure_future(aiorpc.remote(actors).play(learner, 32))
+        payoffs: list[float] = []
+        while not playing.done():
+            async with aiorpc.paused(learner):  # neither `act` nor `learn` runs meanwhile
+                payoffs.append(await aiorpc.remote(learner).payoff())
+            await asyncio.wait([playing], timeout=0.2)
+        await playing
+        print("better than at first:", await aiorpc.remote(learner).payoff() > payoffs[0])
         print("best arm:", await aiorpc.remote(learner).best())
 
 

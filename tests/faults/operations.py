@@ -24,6 +24,8 @@ from aiorpc_torch import (
     exclusive,
     fetch,
     lookup,
+    max_concurrency,
+    paused,
     remote,
     testing,
 )
@@ -121,6 +123,11 @@ class Actor:
     def round_in_thread(self, values: list[Any]) -> Any:
         self._wait()
         return Broadcast(len(values))
+
+
+@max_concurrency(2)
+class LimitedActor(Actor):
+    """Two calls run at once, and the others wait."""
 
 
 @exclusive
@@ -451,6 +458,24 @@ async def exclusive_stream(scene: Scene) -> Any:
     actor = remote(scene.actor(Exclusive))
     stream = [item async for item in actor.items(2, SMALL)]
     return len(stream), await actor.echo(3)
+
+
+@operation()
+async def limited_calls(scene: Scene) -> Any:
+    actor = remote(scene.actor(LimitedActor))
+    return await asyncio.gather(*(actor.late(n) for n in range(3)), actor.slow(SMALL))
+
+
+@operation()
+async def calls_beside_a_pause(scene: Scene) -> Any:
+    rref = scene.actor()
+    actor = remote(rref)
+
+    async def pause() -> Any:
+        async with paused(rref):
+            return await actor.late(2), await actor.plain(3)
+
+    return await asyncio.gather(actor.late(1), pause(), actor.late(4), actor.together(5))
 
 
 # ── objects ─────────────────────────────────────────────────────────────────────────────────────
