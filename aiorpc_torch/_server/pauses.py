@@ -1,7 +1,7 @@
 """Pauses of objects: later calls wait until a pause ends, but those that its holder makes.
 
-Calls know nothing of pauses. While an object is paused the executor asks about each call that it
-is to start, and the calls that run are looked at until they have ended.
+Calls know nothing of pauses. While an object is paused the executor asks about each call before its
+start. The calls that run are looked at until they have ended.
 """
 
 import asyncio

@@ -29,6 +29,7 @@ OUTPUT = {
         "processes: 4",
         "rollouts: 100",
     ],
+    "sweep": ["best rate: 0.5", "rate 1.5: it diverged"],
     "torchrun_ddp": ["learner 0 has learned: True", "learner 1 has learned: True"],
     "torchrun_server_client": [
         "client1: 'never', three times or more: True",
