@@ -14,6 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import islice
 from sys import modules
 from typing import Any
@@ -50,7 +51,6 @@ from ..errors import (
     CallTimeout,
     RemoteError,
     RpcError,
-    WorkerGone,
     WorkerLeft,
     WorkerLost,
     WorkerUnreachable,
@@ -289,10 +289,7 @@ class Connection(Channel):
             call.by_torch = call.is_large = True
         is_idle = not self._pending
         self._register(call.number, receiver, target, call.head.target)
-        if self._holding is not None:
-            seconds = self._holding.timeout
-            timer = self._loop.call_later(seconds, self._give_up, call.number, seconds)
-            self._held.append(timer)
+        self._hold(call.number)
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:
@@ -307,6 +304,12 @@ class Connection(Channel):
             call.carry(carried)
         if end is not None:
             self._pending.observe(call.number, target, end)
+
+    def _hold(self, number: int) -> None:
+        """Bound the time for which a call waits for a peer that does not serve yet."""
+        if self._holding is not None:
+            seconds = self._holding.timeout
+            self._held.append(self._loop.call_later(seconds, self._give_up, number, seconds))
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""
@@ -368,6 +371,10 @@ class Connection(Channel):
     def _fail(self, numbers: Sequence[int], error: RpcError) -> None:
         self._state.window.answered(numbers)
         self._pending.fail(numbers, error)
+
+    def abort(self, why: Exception | None = None) -> None:
+        self._state.is_paused = True  # what is written now would be lost
+        super().abort(why)
 
     def check_path(self, timeout: float) -> None:
         super().check_path(timeout)
@@ -548,12 +555,14 @@ class Connection(Channel):
             self._judging = self._loop.create_task(
                 self._judge_path(reason), name="aiorpc-connect", context=context
             )
+            self._judging.add_done_callback(partial(self._on_judged, reason))
             return
         self.is_finished = True
         if known is not None:
             self._finish(known)
 
     async def _judge_path(self, reason: str) -> None:
+        """Wait for the ping, and let another connection take the unsent calls to a living peer."""
         await self._observer.wait_until_probed(self.peer.name)
         if self._error is not None:
             return
@@ -563,7 +572,11 @@ class Connection(Channel):
         self.is_finished = True
         if not self._is_successor or self._sender.messages + self._lone_calls:
             self._pass_on()
-        reason = f"{reason}. It is alive, and the next call connects again"
+
+    def _on_judged(self, reason: str, judging: "asyncio.Task[None]") -> None:
+        """End the calls that are left, also if the task was cancelled, with its loop for one."""
+        if not judging.cancelled() and judging.exception() is None:
+            reason = f"{reason}. It is alive, and the next call connects again"
         cut = WorkerUnreachable(self.peer.name, reason, may_have_run=True, may_return=True)
         self._finish(cut)
 
@@ -575,7 +588,7 @@ class Connection(Channel):
         unsent = [each for each in self._state.withdraw() if each.number in self._pending]
         if not unsent:
             return
-        with contextlib.suppress(WorkerGone):  # it leaves, or was replaced
+        with contextlib.suppress(RpcError):  # the peer leaves, or was replaced, or this one leaves
             successor = self._succeed(self.peer.name)
             if successor._peer is self._peer:
                 for each in unsent:
@@ -589,5 +602,7 @@ class Connection(Channel):
         self._pending.take_over(call.number, earlier._pending, number)
         if call.recorded is not None:
             call.recorded.move(self._recorded_calls)
+        self._hold(call.number)
         self._state.submit(call, is_idle=False)
+        self.flush_soon()
         return call.number

@@ -124,9 +124,19 @@ class ConnectionPool:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
         connection = Connection(me, peer, next(self._numbers), self._observer, devices)
-        connection.open(self._introductions, self.connection)
+        connection.open(self._introductions, self._successor)
         by_peer.setdefault(worker, []).append(connection)
         return connection
+
+    def _successor(self, worker: str) -> Connection:
+        """Return the connection that takes calls which were not sent over an earlier one.
+
+        Raises:
+            RpcError: if no calls can be made, or the worker is gone.
+        """
+        if self.refusal:
+            raise NotInWorld(self.refusal)
+        return self.connection(worker)
 
     def _find(self, worker: str) -> Peer:
         if (known := self._members.workers.get(worker)) is not None:
@@ -166,7 +176,7 @@ class ConnectionPool:
         try:
             yield
         finally:
-            connections = [each for each in _all(by_peer) if not each.ended.is_set()]
+            connections = [each for each in _all(by_peer) if not each.is_over]
             for each in connections:
                 each.leave("ended", "", NotInWorld("the event loop of this call has ended"))
             self._forget_loop(key)

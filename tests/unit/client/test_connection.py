@@ -482,3 +482,76 @@ async def test_the_peer_leaves_while_it_is_judged(far: FarPair) -> None:
     error = await error_of(future)
     assert isinstance(error, WorkerUnreachable)
     assert not future.answer.was_sent
+
+
+@pytest.mark.promise("worlds.closed")
+async def test_the_loop_ends_while_the_peer_is_judged(far: FarPair) -> None:
+    """Whatever cancels the tasks of a loop ends the calls, and later ones take another connection.
+
+    So do calls that a task makes while it is cancelled.
+    """
+    await far.connect_and_call()
+    _, sent = far.call("sent")
+    await far.frame()
+    far.connection.pause_writing()
+    _, unsent = far.call("unsent")
+    await far.cut()
+    judging: Any = far.connection._judging
+    judging.cancel()
+    _, last = far.call("in a finally")
+    found = [(await error_of(each), each.answer.was_sent) for each in (sent, unsent, last)]
+    assert [was_sent for _, was_sent in found] == [True, False, False]
+    assert all(isinstance(error, WorkerUnreachable) for error, _ in found)
+    assert far.connection.is_finished
+    assert far.connection.is_over
+
+
+@pytest.mark.promise("worlds.closed")
+async def test_calls_that_are_passed_on_are_sent_or_held_like_others(far: FarPair) -> None:
+    """Over a connection that is open already at once, and while the peer does not serve, for a
+    while."""
+    await far.connect_and_call()
+    far.connection.pause_writing()
+    _, future = far.call("unsent")
+    far._succeed("peer")
+    newer = far.successors[0]
+    await newer.connect()
+    far.connection._succeed = lambda _: newer.connection
+    await far.cut()
+    far.observed.probed.set()
+    _, data = await newer.frame()
+    newer.answer(*numbers_of(load_calls(data)), "done")
+    async with asyncio.timeout(SOON):
+        assert await future == "done"
+
+    class Holding:
+        timeout = 0.01
+
+        def is_held(self, _: str) -> bool:
+            return True
+
+    newer.connection.pause_writing()
+    _, held = newer.call("held")
+    newer._succeed("peer")
+    last = newer.successors[-1]
+    last.connection._holding = Holding()  # type: ignore[assignment]
+    newer.connection._succeed = lambda _: last.connection
+    await newer.cut()
+    newer.observed.probed.set()
+    error = await error_of(held)
+    assert "it is not attached after 0.01 s" in str(error)
+
+
+async def test_what_is_written_after_an_abort_is_not_sent(far: FarPair) -> None:
+    """Its end is known an iteration later: until then calls wait, as those of a full socket."""
+    await far.connect_and_call()
+    far.connection.abort()
+    _, future = far.call("unsent")
+    far.observed.probed.set()
+    async with asyncio.timeout(SOON):
+        await far.connection.ended.wait()
+    next_one = await far.judge()
+    number = numbers_of(load_calls((await next_one.frame())[1]))[0]
+    next_one.answer(number, "done")
+    async with asyncio.timeout(SOON):
+        assert await future == "done"
