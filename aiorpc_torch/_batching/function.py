@@ -33,8 +33,8 @@ class BatchFunction:
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self._is_method = is_method
-        self._collation = collation
-        self._changes_rows = collation is not None and collation.changes_rows
+        self._stacked = collation is not None
+        self._rows = collation if collation is not None and collation.changes_rows else None
         self._for_all = for_all
         device = None if collation is None else collation.device
         self._concat = collation is not None and collation.concat
@@ -69,7 +69,7 @@ class BatchFunction:
             call = functools.partial(self._call, instance, calls, self._collator)
             return await in_thread(lambda: self._split(call(), calls))
         result = await self._call(instance, calls, self._collator)
-        fence = None if self._collation is None else fence_tree(result)
+        fence = fence_tree(result) if self._stacked else None
         if fence is None:
             return self._split(result, calls)
         # In a thread: the loop must not wait for a device.
@@ -115,24 +115,15 @@ class BatchFunction:
         return self._split(result, calls)
 
     def _split(self, result: Any, calls: Sequence[CallArgs]) -> list[Any]:
-        collation = self._collation
-        return split_results(
-            result,
-            len(calls),
-            self.name,
-            stacked=collation is not None,
-            for_all=self._for_all,
-            rows=rows_of(calls, collation)
-            if collation is not None and self._changes_rows
-            else None,
-        )
+        rows = None if self._rows is None else rows_of(calls, self._rows)
+        size, stacked, for_all = len(calls), self._stacked, self._for_all
+        return split_results(result, size, self.name, stacked=stacked, for_all=for_all, rows=rows)
 
     def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
-        collation = self._collation
-        if collation is not None and self._changes_rows:
-            calls = with_rows(calls, rows_of(calls, collation))
+        if self._rows is not None:
+            calls = with_rows(calls, rows_of(calls, self._rows))
         columns = zip(*calls, strict=True)
-        values = [[*each] if collation is None else collate(each, collator) for each in columns]
+        values = [collate(each, collator) if self._stacked else [*each] for each in columns]
         head = (instance,) if self._is_method else ()
         if not self._keywords:
             return self._function(*head, *values)

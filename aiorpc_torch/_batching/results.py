@@ -57,16 +57,18 @@ def split_results(
     Raises:
         BatchContractError: if `result` is not one result per caller.
     """
+    # The usual case first, as fast as it can be.
+    if type(result) is list and len(result) == size and rows is None and not for_all:
+        return _distinct(result[:], name)
     if type(result) is EachValue:
         result = [*map(_own_row, result.values)]
     elif for_all or type(result) is Broadcast:
         value = result.value if type(result) is Broadcast else result
         return _distinct(_shared(value, size), name)
-    # The usual case first: the check for Sequence takes longer than the rest.
-    elif type(result) is not list and _is_sequence(result, stacked):
+    elif _is_sequence(result, stacked):
         result = [*result]
-    total, counts = (size, None) if rows is None else rows
     length = len(result) if type(result) is list else row_count(result)
+    total, counts = (size, None) if rows is None else rows
     if length is None:
         raise BatchContractError(
             f"{name} got a batch of {size} and returned {_describe(result)}: return a list or "

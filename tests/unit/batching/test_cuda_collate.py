@@ -90,13 +90,14 @@ async def test_a_plain_function_is_behind_the_arguments(streams: Streams) -> Non
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("concat", [False, True])
 def test_rows_on_a_device_are_used_on_the_stream_of_the_batch(
-    streams: Streams, requires_grad: bool
+    streams: Streams, requires_grad: bool, concat: bool
 ) -> None:
     rows = [CudaTensor.on(ZERO) for _ in range(2)]
     for row in rows:
         row.requires_grad_(requires_grad)
-    collator = CudaCollator(ZERO)
+    collator = CudaCollator(ZERO, concat=concat)
     with collator.on_stream(), contextlib.suppress(Exception):  # perhaps there is no device
         collator.join(rows)
     assert [row.used_on for row in rows] == [["stream 1"]] * 2
