@@ -70,6 +70,7 @@ if __name__ == "__main__":
     add("--max-pending", type=int, default=64, help="waiting requests, at most")
     add("--quick", action="store_true", help="two loads, half a second each")
     add("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
+    parser.set_defaults(pad_to=None)
     given = parser.parse_args()
     if given.quick:
         given.rates, given.seconds, given.side = [20, 160], 0.5, 32

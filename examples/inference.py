@@ -6,7 +6,7 @@ come meanwhile. A request that has waited too long, or is given up, is not compu
 many wait, a new one fails at once.
 
     python -m examples.inference --model resnet18 --clients 4 --users 32
-    python -m examples.inference --device cuda:0
+    python -m examples.inference --device cuda:0 --pad-to 4 8 16    # three batch sizes, all warm
     python -m examples.inference --trace spans.jsonl    # needs opentelemetry-sdk
 
 Under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment of a
@@ -55,6 +55,7 @@ def served(options: argparse.Namespace) -> type[Any]:
             max_wait=options.max_wait,
             max_pending=options.max_pending,
             stack=True,
+            pad_to=options.pad_to,
             device=options.device,
         )
         def infer(self, images: Tensor) -> Tensor:
@@ -125,7 +126,8 @@ async def serve(clients: tuple[str, ...], options: argparse.Namespace) -> None:
     """Serve the model, have the clients ask, and print what came of it."""
     model = served(options)(options.model, options.device, options.seed)
     most = torch.zeros(options.max_size, 3, options.side, options.side, dtype=torch.uint8)
-    await asyncio.to_thread(model.answer, most.to(options.device))  # warms up
+    for size in options.pad_to or [options.max_size]:
+        await asyncio.to_thread(model.answer, most[:size].to(options.device))  # warms up
     aiorpc.register("model", model)
     seeds = range(options.seed, options.seed + len(clients))
     group = await aiorpc.create(clients, Client.start, options.side, aiorpc.each(seeds))
@@ -170,6 +172,7 @@ if __name__ == "__main__":
     add("--seconds", type=float, default=3.0, help="seconds in which they ask")
     add("--deadline", type=float, default=0.3, help="seconds for a request")
     add("--max-size", type=int, default=16, help="images in a batch, at most")
+    add("--pad-to", type=int, nargs="+", help="the only numbers of images that the network gets")
     add("--max-wait", type=float, default=0.0, help="seconds that a batch waits")
     add("--max-pending", type=int, default=64, help="waiting requests, at most")
     add("--seed", type=int, default=0)

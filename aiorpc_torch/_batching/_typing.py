@@ -160,7 +160,7 @@ class RoundDecorator(Protocol):
 
 
 class StackDecorator(Protocol):
-    """`@batched(max_size=64, stack=True)`: each tensor of a tree gains a first dimension."""
+    """`@batched(max_size=64, stack=True)` or `concat=True`: takes and returns trees of tensors."""
 
     @overload
     def __call__(

@@ -24,9 +24,10 @@ would queue behind a batch."""
 
 
 class CudaCollator(Collator):
-    """Stacks on `device`, on a stream of its own. Call its methods inside `on_stream`."""
+    """Collates on `device`, on a stream of its own. Call its methods inside `on_stream`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, concat: bool = False) -> None:
+        super().__init__(device, concat=concat)
         self._stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
             device, priority=STREAM_PRIORITY
         )
@@ -59,15 +60,17 @@ class CudaCollator(Collator):
         with stream_of_coroutine(self._stream):
             return await StepContext(self._behind_this_thread, coroutine)
 
-    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
         if first.device.type == "cpu" and not first.requires_grad:
+            rows = sum(map(len, tensors)) if self._concat else len(tensors)
+            shape = rows, *first.shape[self._concat :]
             # torch caches pinned memory, and reuses no part of it that a copy still reads.
-            pinned = torch.empty((len(tensors), *first.shape), dtype=first.dtype, pin_memory=True)
-            return self.to_device(torch.stack([*tensors], out=pinned))
+            pinned = torch.empty(shape, dtype=first.dtype, pin_memory=True)
+            return self.to_device(self._joined([*tensors], out=pinned))
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         record_streams(tensors, [torch.cuda.current_stream(each) for each in devices])
-        return self.to_device(torch.stack([*tensors]))
+        return self.to_device(self._joined([*tensors]))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and not tensor.requires_grad:

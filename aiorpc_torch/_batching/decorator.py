@@ -5,7 +5,8 @@ A call binds its arguments and joins the queue of its instance; the queue runs t
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -21,7 +22,7 @@ from .._torch.compat import RRefBase
 from .._wire.by_value import refuse_by_value
 from .._wire.messages import Arguments
 from ._typing import ListDecorator, RoundDecorator, StackDecorator
-from .collate import Device
+from .collate import Collation, Device
 from .function import BatchFunction
 from .policies import Count, Fill, Policy, Round, Seconds, has_functions
 from .queue import LOCAL_CALLER, BatchQueue, ResultCallback
@@ -46,6 +47,20 @@ def batched(
     policy: Policy | None = None,
     *,
     stack: Literal[True],
+    concat: Literal[False] = False,
+    pad_to: Sequence[int] | None = None,
+    device: Device = None,
+    **fill: Unpack[FillOptions],
+) -> StackDecorator: ...
+
+
+@overload
+def batched(
+    policy: Policy | None = None,
+    *,
+    stack: Literal[False] = False,
+    concat: Literal[True],
+    pad_to: Sequence[int] | None = None,
     device: Device = None,
     **fill: Unpack[FillOptions],
 ) -> StackDecorator: ...
@@ -62,22 +77,31 @@ def batched(
 
 
 def batched(
-    policy: Policy | None = None, *, stack: bool = False, device: Device = None, **fill: Any
+    policy: Policy | None = None,
+    *,
+    stack: bool = False,
+    concat: bool = False,
+    pad_to: Sequence[int] | None = None,
+    device: Device = None,
+    **fill: Any,
 ) -> Any:
     """Call the decorated function once for many callers.
 
     A caller passes one item: `await remote(agent).select(state)`. The function gets one list for
     each parameter, in order of arrival. With a `Fill` it returns a list or tuple of the same
-    length, a tensor (or a dict or dataclass of tensors) whose first dimension is the batch, or
-    `Broadcast(value)`. With a `Round` all callers get what it returns, whatever that is, or one
-    value each of `each(values)`. An exception *instance* among the results is raised for that
-    caller alone; an exception that the function raises is raised for each caller.
+    length, a tensor or an array (or a dict or dataclass of them) whose first dimension is the
+    batch, or `Broadcast(value)`. With a `Round` all callers get what it returns, whatever that is,
+    or one value each of `each(values)`. An exception *instance* among the results is raised for
+    that caller alone; an exception that the function raises is raised for each caller.
 
         @aiorpc.batched(max_size=64, max_wait=0.002)
         async def select(self, states: list[Tensor]) -> list[int]: ...
 
         @aiorpc.batched(max_size=64, stack=True, device="cuda")
         def infer(self, states: Tensor) -> Tensor: ...  # [B, ...] in, [B, ...] out
+
+        @aiorpc.batched(max_size=64, max_weight=256, concat=True, pad_to=(64, 256))
+        def embed(self, rows: Tensor) -> Tensor: ...  # [n, ...] of each caller, [n, ...] back
 
         @aiorpc.batched(aiorpc.Round(size=5, quorum=4, timeout=10.0))
         def update(self, grads: list[Grads]) -> list[Tensor]: ...  # for all five
@@ -95,10 +119,16 @@ def batched(
             `max_pending`, the most calls that wait (default: None, no limit); `key`, `weight` and
             `max_weight`, which `Fill` describes.
         stack: Pass each parameter stacked: a tensor with the batch as its first dimension, or a
-            dict, tuple, list or dataclass of such. Calls of different structure, dtypes or shapes
-            are in separate batches. The function may then return a tuple of tensors as well.
-        device: Device of the stacked tensors, one copy each; results are copied back to the CPU,
-            one copy each (default: None, where the tensors are).
+            dict, tuple, list or dataclass of such. Arrays come as one array, numbers as a tensor.
+            Calls of different structure, dtypes or shapes are in separate batches. The function may
+            then return a tuple of tensors as well.
+        concat: Join each parameter along its first dimension instead: each caller passes any
+            number of rows and gets as many. A call weighs as much as it has rows.
+        pad_to: Ascending numbers of rows. With `stack` or `concat`, repeat the last row until the
+            batch has one of these numbers, and drop the results of the repetitions. With
+            `concat`, the default of `max_weight` is the largest (default: None, no padding).
+        device: Device of the tensors, one copy each, also of arrays; results are copied back to the
+            CPU, one copy each (default: None, where the tensors are).
 
     Raises:
         TypeError, ValueError: at the decoration, if the policy or the signature is invalid; at the
@@ -120,9 +150,63 @@ def batched(
         )
     elif fill:
         raise TypeError("batched takes a policy or the arguments of a Fill, not both")
-    if device is not None and not stack:
-        raise TypeError("device= requires stack=True")
-    return functools.partial(Batched, policy=policy, stack=stack, device=device)
+    collation = _new_collation(stack, concat, pad_to, device)
+    if collation is not None:
+        policy = _fit(policy, collation)
+    return functools.partial(Batched, policy=policy, collation=collation)
+
+
+def _new_collation(
+    stack: bool, concat: bool, pad_to: Sequence[int] | None, device: Device
+) -> Collation | None:
+    if stack and concat:
+        raise TypeError("batched takes stack=True or concat=True, not both")
+    given = {"pad_to": pad_to, "device": device}
+    if not (stack or concat):
+        for name, value in given.items():
+            if value is not None:
+                raise TypeError(f"{name}= requires stack=True or concat=True")
+        return None
+    return Collation(concat, () if pad_to is None else _check_sizes(pad_to), device)
+
+
+def _check_sizes(pad_to: Sequence[int]) -> tuple[int, ...]:
+    wanted = "pad_to must be ascending ints of at least 1, such as (8, 16, 32)"
+    if not isinstance(pad_to, Sequence) or any(type(each) is not int for each in pad_to):
+        raise TypeError(f"{wanted}, got {pad_to!r}")
+    sizes = tuple(pad_to)
+    if not sizes or sizes[0] < 1 or sizes != tuple(sorted({*sizes})):
+        raise ValueError(f"{wanted}, got {pad_to!r}")
+    return sizes
+
+
+def _fit(policy: Policy, collation: Collation) -> Policy:
+    """Return the policy, whose batches fit into the largest of `pad_to`.
+
+    A number that is a function of the object is checked as a batch starts.
+    """
+    if isinstance(policy, Round):
+        if collation.pad_to:
+            raise TypeError(
+                "pad_to= requires a Fill: the result of a Round is for all callers, and would "
+                "include the padding"
+            )
+        return policy
+    if collation.concat and policy.weight is not None:
+        raise TypeError("with concat=True a call weighs as much as it has rows: leave out weight=")
+    if not collation.pad_to:
+        return policy
+    largest = collation.pad_to[-1]
+    if collation.concat and policy.max_weight is None:
+        return replace(policy, max_weight=largest)
+    name = "max_weight" if collation.concat else "max_size"
+    limit: Any = getattr(policy, name)
+    if not callable(limit) and limit > largest:
+        raise ValueError(
+            f"{name}={limit} is more than the largest of pad_to={collation.pad_to}: lower {name}=, "
+            "or add a larger size"
+        )
+    return policy
 
 
 class Batched:
@@ -135,16 +219,15 @@ class Batched:
     __qualname__: str
 
     def __init__(
-        self, function: Callable[..., Any], policy: Policy, *, stack: bool, device: Device
+        self, function: Callable[..., Any], policy: Policy, collation: Collation | None
     ) -> None:
         functools.update_wrapper(self, function)
         _check_signature(function)
         warn_if_switch_is_void(function)
         self._function = function
         self._policy = policy
-        self._stack = stack
-        self._device = device
-        self._traits_of = traits_function(policy, self.__qualname__, stacked=stack)
+        self._collation = collation
+        self._traits_of = traits_function(policy, self.__qualname__, collation)
         size = policy.max_size if isinstance(policy, Fill) else policy.size
         # Of a function of the object it is known from the first call on.
         self._counters = new_counters(self.__qualname__, size if isinstance(size, int) else 1)
@@ -163,7 +246,7 @@ class Batched:
 
     def __aiorpc_reduce__(self) -> Any:
         """Return the reduction by value. The state comes later: the function may refer to this."""
-        state = self._function, self._policy, self._stack, self._device, self._is_method
+        state = self._function, self._policy, self._collation, self._is_method
         return object.__new__, (Batched,), state, None, None, _set_batched_state
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -217,8 +300,7 @@ class Batched:
         return BatchFunction(
             self._function,
             is_method=self._is_method,
-            stacked=self._stack,
-            device=self._device,
+            collation=self._collation,
             for_all=isinstance(self._policy, Round),
         )
 
@@ -244,8 +326,8 @@ class Batched:
 
 
 def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
-    function, policy, stack, device, is_method = state
-    new.__init__(function, policy, stack=stack, device=device)  # type: ignore[misc]
+    function, policy, collation, is_method = state
+    new.__init__(function, policy, collation)  # type: ignore[misc]
     new._is_method = is_method
 
 

@@ -9,14 +9,14 @@ import torch
 
 from .._endpoint.runtime import in_thread
 from .._torch.cuda import fence_tree
-from .collate import Collator, Device, collate
+from .collate import Collation, Collator, collate, rows_of, with_rows
 from .cuda_collate import CudaCollator
 from .results import split_results
 from .traits import CallArgs
 
 
 class BatchFunction:
-    """A function that gets one list per parameter; if `stacked`, one tree of tensors.
+    """A function that gets one list per parameter; with a `collation`, one tree of tensors.
 
     With `for_all`, its result is for all callers.
     """
@@ -26,17 +26,19 @@ class BatchFunction:
         function: Callable[..., Any],
         *,
         is_method: bool,
-        stacked: bool,
-        device: Device,
+        collation: Collation | None,
         for_all: bool = False,
     ) -> None:
         self.name = getattr(function, "__qualname__", repr(function))
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self._is_method = is_method
-        self._stacked = stacked
+        self._stacked = collation is not None
+        self._rows = collation if collation is not None and collation.changes_rows else None
         self._for_all = for_all
-        self._collator = Collator(device)
+        device = None if collation is None else collation.device
+        self._concat = collation is not None and collation.concat
+        self._collator = Collator(device, concat=self._concat)
         target = None if device is None else torch.device(device)
         self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
@@ -65,20 +67,20 @@ class BatchFunction:
             return await self._run_on_cuda(self._cuda_collator, instance, calls)
         if not self._is_async:
             call = functools.partial(self._call, instance, calls, self._collator)
-            return await in_thread(lambda: self._split(call(), len(calls)))
+            return await in_thread(lambda: self._split(call(), calls))
         result = await self._call(instance, calls, self._collator)
         fence = fence_tree(result) if self._stacked else None
         if fence is None:
-            return self._split(result, len(calls))
+            return self._split(result, calls)
         # In a thread: the loop must not wait for a device.
-        split = functools.partial(self._split_after, fence.wait, result, len(calls))
+        split = functools.partial(self._split_after, fence.wait, result, calls)
         return await in_thread(split)
 
     @functools.cached_property
     def _cuda_collator(self) -> CudaCollator:
         # Made by the first call: the function may be decorated on a machine without a device.
         assert self._cuda is not None
-        return CudaCollator(self._cuda)
+        return CudaCollator(self._cuda, concat=self._concat)
 
     async def _run_on_cuda(
         self, collator: CudaCollator, instance: Any, calls: Sequence[CallArgs]
@@ -92,7 +94,7 @@ class BatchFunction:
         result = await collator.run_coroutine(coroutine)
         with collator.on_stream():
             copied, done = collator.to_host(result)
-        split = functools.partial(self._split_after, done.synchronize, copied, len(calls))
+        split = functools.partial(self._split_after, done.synchronize, copied, calls)
         return await in_thread(split)
 
     def _run_on_cuda_in_thread(
@@ -104,17 +106,22 @@ class BatchFunction:
     ) -> list[Any]:
         with collator.on_stream(ready):
             copied, done = collator.to_host(self._call(instance, calls, collator))
-        return self._split_after(done.synchronize, copied, len(calls))
+        return self._split_after(done.synchronize, copied, calls)
 
-    def _split_after(self, wait: Callable[[], object], result: Any, size: int) -> list[Any]:
+    def _split_after(
+        self, wait: Callable[[], object], result: Any, calls: Sequence[CallArgs]
+    ) -> list[Any]:
         wait()
-        return self._split(result, size)
+        return self._split(result, calls)
 
-    def _split(self, result: Any, size: int) -> list[Any]:
-        for_all = self._for_all
-        return split_results(result, size, self.name, stacked=self._stacked, for_all=for_all)
+    def _split(self, result: Any, calls: Sequence[CallArgs]) -> list[Any]:
+        rows = None if self._rows is None else rows_of(calls, self._rows)
+        size, stacked, for_all = len(calls), self._stacked, self._for_all
+        return split_results(result, size, self.name, stacked=stacked, for_all=for_all, rows=rows)
 
     def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
+        if self._rows is not None:
+            calls = with_rows(calls, rows_of(calls, self._rows))
         columns = zip(*calls, strict=True)
         values = [collate(each, collator) if self._stacked else [*each] for each in columns]
         head = (instance,) if self._is_method else ()

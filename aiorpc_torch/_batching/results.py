@@ -15,7 +15,7 @@ from .._wire.columns import SharedValue
 from .._wire.exceptions import copy_exception, ensure_raisable, try_add_note
 from .._wire.shared_arguments import EachValue
 from ..errors import BatchContractError
-from .collate import uncollate
+from .collate import Rows, cut, is_array, row_count, uncollate
 
 T = TypeVar("T")
 
@@ -33,7 +33,13 @@ class Broadcast(Generic[T]):
 
 
 def split_results(
-    result: Any, size: int, name: str, *, stacked: bool = False, for_all: bool = False
+    result: Any,
+    size: int,
+    name: str,
+    *,
+    stacked: bool = False,
+    for_all: bool = False,
+    rows: Rows | None = None,
 ) -> list[Any]:
     """Return one result for each of `size` callers; an exception among them is to be raised.
 
@@ -44,25 +50,40 @@ def split_results(
         result: What the function has returned.
         size: Number of callers.
         name: Name of the function, for errors.
-        stacked: Whether its arguments were stacked.
+        stacked: Whether its arguments were stacked, or joined by rows.
         for_all: Whether a result is for all callers: that of a round.
+        rows: Rows that the function got (default: one of each caller).
 
     Raises:
         BatchContractError: if `result` is not one result per caller.
     """
+    # The usual case first, as fast as it can be.
+    if type(result) is list and len(result) == size and rows is None and not for_all:
+        return _distinct(result[:], name)
     if type(result) is EachValue:
-        results = [*map(_own_row, result.values)]
+        result = [*map(_own_row, result.values)]
     elif for_all or type(result) is Broadcast:
-        results = _shared(result.value if type(result) is Broadcast else result, size)
-    # The usual case first: the check for Sequence takes longer than the rest.
-    elif type(result) is list:
-        results = result[:]
-    else:
-        results = _results_of(result, size, name, stacked)
-    if len(results) != size:
+        value = result.value if type(result) is Broadcast else result
+        return _distinct(_shared(value, size), name)
+    elif _is_sequence(result, stacked):
+        result = [*result]
+    length = len(result) if type(result) is list else row_count(result)
+    total, counts = (size, None) if rows is None else rows
+    if length is None:
         raise BatchContractError(
-            f"{name} got a batch of {size} and returned {len(results)} results"
+            f"{name} got a batch of {size} and returned {_describe(result)}: return a list or "
+            "tuple as long as the batch, a tensor or an array (or a tree of them) whose first "
+            "dimension is the batch, or Broadcast(value)"
         )
+    if length != total:
+        got = f"{size}" if rows is None else f"{size} with {total} rows"
+        raise BatchContractError(f"{name} got a batch of {got} and returned {length} results")
+    if type(result) is not list:
+        results = uncollate(result, size, counts)
+    elif counts is None:
+        results = result[:size]
+    else:
+        results = [*map(_first_exception, cut(result, counts))]
     return _distinct(results, name)
 
 
@@ -93,28 +114,27 @@ def _own_row(value: Any) -> Any:
     return value.cpu().clone() if is_row else value
 
 
-def _results_of(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
+def _is_sequence(result: Any, stacked: bool) -> bool:
     # A str or bytes is a sequence as well, but never meant as one result per caller.
     is_sequence = isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray)
-    if is_sequence and not (stacked and isinstance(result, tuple)):
-        return list(result)
-    if (results := uncollate(result)) is not None:
-        return results
-    raise BatchContractError(
-        f"{name} got a batch of {size} and returned {_describe(result)}: return a list or tuple as "
-        "long as the batch, a tensor (or a tree of tensors) whose first dimension is the batch, or "
-        "Broadcast(value)"
-    )
+    return is_sequence and not (stacked and isinstance(result, tuple))
+
+
+def _first_exception(results: list[Any]) -> Any:
+    """Return the first exception among the results of one caller's rows, or else all of them."""
+    return next((each for each in results if isinstance(each, BaseException)), results)
 
 
 def _describe(result: Any) -> str:
     if isinstance(result, Tensor):
         return "a tensor with no dimension"
+    if is_array(result):
+        return "an array with no dimension"
     if result is None:
         return "None"
     kind = f"a {type(result).__name__}"
     is_leaf = children(result) is None
-    return kind if is_leaf else f"{kind} that is not a tree of tensors of one length"
+    return kind if is_leaf else f"{kind} that is not a tree of tensors or arrays of one length"
 
 
 def _distinct(results: list[Any], name: str) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .collate import collate_key
+from .collate import Collation, collate_key, row_count, row_counts
 from .policies import Policy, Round
 from .scheduler import DEFAULT_TRAITS, CallTraits
 
@@ -20,34 +20,63 @@ TraitsFunction = Callable[[CallArgs, str], CallTraits]
 """Returns the traits of a call from its arguments and its worker's name."""
 
 
-def traits_function(policy: Policy, name: str, *, stacked: bool) -> TraitsFunction:
+def traits_function(policy: Policy, name: str, collation: Collation | None) -> TraitsFunction:
     """Return the traits function of the batched function `name`; it raises for invalid calls."""
+    collated = None if collation is None else _collated(collation, name)
     if isinstance(policy, Round):
-        return _round_traits(policy, stacked)
+        return _round_traits(policy, collated)
     key, weight = policy.key, policy.weight
 
     def traits(args: CallArgs, _: str) -> CallTraits:
         group = None if key is None else _check_hashable("key", key(*args))
         weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
+        if collated is None:
+            return CallTraits(group, weighs)
         # Calls that cannot be stacked together wait apart, and delay no other.
-        return CallTraits((group, _collate_keys(args)) if stacked else group, weighs)
+        keys, rows = collated(args)
+        return CallTraits((group, keys), weighs if rows is None else float(rows))
 
-    has_traits = stacked or key is not None or weight is not None
+    has_traits = collated is not None or key is not None or weight is not None
     return traits if has_traits else lambda _, __: DEFAULT_TRAITS
 
 
-def _round_traits(policy: Round, stacked: bool) -> TraitsFunction:
+def _round_traits(
+    policy: Round, collated: Callable[[CallArgs], tuple[Hashable, int | None]] | None
+) -> TraitsFunction:
     member = policy.member
 
     def traits(args: CallArgs, caller: str) -> CallTraits:
         name = caller if member is None else _check_hashable("member", member(*args))
-        return CallTraits(_collate_keys(args) if stacked else None, member=name)
+        return CallTraits(None if collated is None else collated(args)[0], member=name)
 
     return traits
 
 
-def _collate_keys(args: CallArgs) -> Any:
-    return tuple(map(collate_key, args))
+def _collated(collation: Collation, name: str) -> Callable[[CallArgs], tuple[Hashable, int | None]]:
+    """Return a function of a call's arguments: the key of their trees; with `concat` their rows."""
+
+    def collated(args: CallArgs) -> tuple[Hashable, int | None]:
+        keys = tuple([collate_key(each, collation) for each in args])
+        return keys, _check_rows(args, collation, name) if collation.concat else None
+
+    return collated
+
+
+def _check_rows(args: CallArgs, collation: Collation, name: str) -> int:
+    if (rows := row_count(args, numbers=True)) is not None:
+        collation.padded(rows)
+        return rows
+    counts = row_counts(args, numbers=True)
+    if len(counts) > 1 and None not in counts:
+        several = " and ".join(sorted(map(str, counts), key=int))
+        raise ValueError(
+            f"the arguments of a call of {name} have {several} rows: with concat=True all tensors "
+            "and arrays of a call need the same number of rows"
+        )
+    raise ValueError(
+        f"a call of {name} has no rows, or an argument without: with concat=True pass tensors or "
+        "arrays whose first dimension is the rows"
+    )
 
 
 def _check_hashable(trait: str, value: Any) -> Hashable:

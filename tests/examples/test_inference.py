@@ -40,7 +40,7 @@ LONG = ("--side", "32", "--deadline", "5", "--seconds", "4")
 
 
 def options(**given: Any) -> argparse.Namespace:
-    defaults = {"max_size": 8, "max_wait": 0.0, "max_pending": 16, "device": "cpu"}
+    defaults = {"max_size": 8, "max_wait": 0.0, "max_pending": 16, "device": "cpu", "pad_to": None}
     return argparse.Namespace(**(defaults | given))
 
 
@@ -90,6 +90,17 @@ async def test_answers_are_the_models_own(world: Worker) -> None:
     torch.testing.assert_close(alone, right)
     counted = next(v for k, v in aiorpc.observe.stats().batches.items() if k.endswith(".infer"))
     assert (counted.items, counted.batches) == (12, 2)
+
+
+async def test_padded_batches(world: Worker) -> None:
+    """The network gets only these numbers of images; each answer is that of its image."""
+    model = served(options(pad_to=[4, 8]))("squeezenet1_1", "cpu", 0)
+    model.net = nn.Sequential(nn.AdaptiveMaxPool2d(2), nn.Flatten())
+    images = Client(RRef(model), 8, 1).images[:9]
+    found = await asyncio.gather(*map(remote(RRef(model)).infer, images))
+    right = [*model.net(torch.stack(images).float() / 255 * 2 - 1).softmax(1)]
+    torch.testing.assert_close(found, right)
+    assert model.computed == 8 + 4
 
 
 def test_the_network_is_its_seeds() -> None:

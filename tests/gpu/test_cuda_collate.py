@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aiorpc_torch import create, remote
-from aiorpc_torch._batching.collate import collate
+from aiorpc_torch._batching.collate import Collation, collate, rows_of, with_rows
 from aiorpc_torch._batching.cuda_collate import CudaCollator
 from tests.support.cuda_actors import (
     GPU,
@@ -59,6 +59,20 @@ def test_arrays(collator: CudaCollator) -> None:
         copied, done = collator.to_host(collate([numpy.ones(2, numpy.float32)] * 2, collator))
     done.synchronize()
     assert copied.tolist() == [[1.0, 1.0]] * 2
+
+
+@needs_device
+@pytest.mark.parametrize("device", ["cpu", HERE])
+def test_rows(device: Any) -> None:
+    """Joined and padded, from pinned memory or on the device; a number is in each row."""
+    collator = CudaCollator(HERE, concat=True)
+    calls = [(torch.full((count, 2), float(count), device=device), count) for count in (1, 0, 2)]
+    with collator.on_stream(collator.record_event()):
+        padded = with_rows(calls, rows_of(calls, Collation(concat=True, pad_to=(4,))))
+        copied, done = collator.to_host(collate(padded, collator))
+    done.synchronize()
+    assert copied[0].tolist() == [[1.0] * 2, *[[2.0] * 2] * 3]
+    assert copied[1].tolist() == [1, 2, 2, 2]
 
 
 @needs_device

@@ -177,7 +177,8 @@ WRONG = {
     "a dict of lists": {"a": [1, 2], "b": [3, 4]},
     "None": None,
     "a set": {1, 2},
-    "an array": np.zeros((2, 2)),
+    "an array without dimensions": np.zeros(()),
+    "an array that is too long": np.zeros((3, 2)),
     "a tensor without dimensions": torch.tensor(1.0),
     "too few": [1],
     "too many": torch.zeros(3, 2),
@@ -614,9 +615,50 @@ async def test_torch_clients_of_every_policy(gated: Any) -> None:
     [
         ({"policy": Round(2), "max_pending": 3}, TypeError, "not both"),
         ({"policy": aiorpc.Fill(2), "max_size": 3}, TypeError, "not both"),
-        ({"max_size": 2, "device": "cuda"}, TypeError, "device= requires stack=True"),
-        ({"policy": Round(2), "device": "cpu"}, TypeError, "device= requires stack=True"),
+        (
+            {"max_size": 2, "device": "cuda"},
+            TypeError,
+            "device= requires stack=True or concat=True",
+        ),
+        (
+            {"policy": Round(2), "device": "cpu"},
+            TypeError,
+            "device= requires stack=True or concat=True",
+        ),
         ({"stack": True}, TypeError, "needs max_size="),
+        ({"max_size": 2, "stack": True, "concat": True}, TypeError, "not both"),
+        ({"max_size": 2, "pad_to": (2,)}, TypeError, "pad_to= requires stack=True or concat=True"),
+        (
+            {"max_size": 2, "max_weight": 9, "weight": len, "concat": True},
+            TypeError,
+            "weighs as much as it has rows: leave out weight=",
+        ),
+        ({"policy": Round(2), "stack": True, "pad_to": (2,)}, TypeError, "pad_to= requires a Fill"),
+        (
+            {"max_size": 9, "stack": True, "pad_to": (2, 8)},
+            ValueError,
+            r"max_size=9 is more than the largest of pad_to=\(2, 8\): lower max_size=",
+        ),
+        (
+            {"max_size": 2, "max_weight": 9, "concat": True, "pad_to": (2, 8)},
+            ValueError,
+            "max_weight=9 is more than the largest of pad_to=",
+        ),
+        *(
+            ({"max_size": 1, "stack": True, "pad_to": sizes}, error, "pad_to must be ascending")
+            for sizes, error in [
+                ((), ValueError),
+                ((0, 8), ValueError),
+                ((-1,), ValueError),
+                ((8, 2), ValueError),
+                ((2, 2), ValueError),
+                (8, TypeError),
+                ("8", TypeError),
+                ((2, 8.0), TypeError),
+                ((True, 8), TypeError),
+                ({2, 8}, TypeError),
+            ]
+        ),
         (
             {"max_size": 2, "max_concurrent_batches": 0},
             ValueError,

@@ -56,6 +56,14 @@ class Agent:
     async def value(self, observed: Observation, *, discount: float = 0.9) -> dict[str, Tensor]:
         return {}
 
+    @batched(max_size=64, max_weight=256, concat=True, pad_to=(64, 256), device="cuda")
+    def embed(self, rows: Tensor) -> Tensor:
+        return rows
+
+    @batched(max_size=64, stack=True, pad_to=[8, 64])
+    def padded(self, states: Tensor) -> Tensor:
+        return states
+
     @staticmethod
     @batched(max_size=4)
     async def shout(words: list[str]) -> list[str]:
@@ -82,6 +90,8 @@ async def remotely(rref: RRef[Agent], state: Tensor, observed: Observation) -> N
     assert_type(await call(rref, Agent.same, "a"), int)
     assert_type(await call(rref, Agent.four, 1, "b", b"c", 0.5), complex)
     assert_type(await call(rref, Agent.infer, state), Tensor)
+    assert_type(await call(rref, Agent.embed, state), Tensor)
+    assert_type(await call(rref, Agent.padded, state), Tensor)
     assert_type(await call(rref, Agent.value, observed, discount=0.5), dict[str, Tensor])
     assert_type(await call("worker", double, 3), int)
     assert_type(await call("worker", negative, state), Tensor)
@@ -97,6 +107,7 @@ async def locally(agent: Agent, state: Tensor) -> None:
     assert_type(await agent.rank("a", 1.0), str)
     assert_type(await agent.update([state]), dict[str, Tensor])
     assert_type(await agent.infer(state), Tensor)
+    assert_type(await agent.embed(state), Tensor)
     assert_type(await Agent.shout("a"), str)
     assert_type(await double(3), int)
     assert_type(await negative(state), Tensor)

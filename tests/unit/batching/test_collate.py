@@ -10,7 +10,17 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._batching.collate import Collator, collate, collate_key, uncollate
+from aiorpc_torch._batching.collate import (
+    Collation,
+    Collator,
+    Rows,
+    collate,
+    collate_key,
+    row_count,
+    rows_of,
+    uncollate,
+    with_rows,
+)
 from aiorpc_torch._torch.tree import children
 
 
@@ -51,13 +61,29 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Any]:
+    """Its tensors, arrays and numbers."""
     parts = parts_of(tree)
     return [tree] if parts is None else [t for part in parts.values() for t in tensors_in(part)]
 
 
-def owns(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+def kinds_of(tree: Any) -> list[Any]:
+    """What its leaves are, with their dtypes: a row is of the kind of what was stacked."""
+    return [
+        (isinstance(leaf, Tensor), isinstance(leaf, np.ndarray | np.generic), leaf.dtype)
+        for leaf in tensors_in(tree)
+        if hasattr(leaf, "dtype")
+    ]
+
+
+def owns(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.untyped_storage().nbytes() == leaf.nbytes
+    return isinstance(leaf, np.generic) or leaf.base is None
+
+
+def place(leaf: Any) -> Any:
+    return leaf.data_ptr() if isinstance(leaf, Tensor) else leaf.__array_interface__["data"][0]
 
 
 # ── as values ───────────────────────────────────────────────────────────────────────────────────
@@ -117,24 +143,26 @@ def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device
     assert (children(stacked) is None) == (children(values[0]) is None)
     for tensor in tensors_in(stacked):
         assert len(tensor) == size
+    assert row_count(stacked) == size
     rows = uncollate(stacked)
-    assert rows is not None
     assert len(rows) == size
     for value, row in zip(values, rows, strict=True):
         assert same(value, row)
+        if device is None:
+            assert [*filter(kinds_of(row).__contains__, kinds_of(value))] == kinds_of(value)
 
 
 @given(trees, st.integers(1, 5))
 def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> None:
     """Its tensors own their storage, share none, and can be changed in place."""
     stacked = collate([make(n) for n in range(size)], Collator())
-    rows = uncollate(stacked) or []
-    tensors = [tensor for row in rows for tensor in tensors_in(row)]
-    assert all(map(owns, tensors))
-    places = [tensor.data_ptr() for tensor in (*tensors, *tensors_in(stacked)) if tensor.numel()]
+    leaves = [leaf for row in uncollate(stacked) for leaf in tensors_in(row)]
+    assert all(map(owns, leaves))
+    kept = [leaf for leaf in leaves if not isinstance(leaf, np.generic)]
+    places = [place(leaf) for leaf in (*kept, *tensors_in(stacked)) if leaf.nbytes]
     assert len(set(places)) == len(places)
-    for tensor in tensors:
-        tensor.zero_()
+    for leaf in kept:
+        leaf[...] = 0
 
 
 @given(trees, trees)
@@ -144,7 +172,7 @@ def test_of_one_key_is_what_collates(a: Callable[[int], Any], b: Callable[[int],
     assert collate_key(first) == collate_key(a(3))
     assert hash(collate_key(first)) == hash(collate_key(a(3)))
     if collate_key(first) == collate_key(second):
-        rows = uncollate(collate([first, second], Collator())) or []
+        rows = uncollate(collate([first, second], Collator()))
         assert same(first, rows[0])
         assert same(second, rows[1])
 
@@ -209,6 +237,7 @@ def test_what_cannot_be_stacked(value: Any, what: str) -> None:
 HALF_WAY: dict[str, tuple[Any, Any]] = {
     "an int beyond 64 bits": (2**70, 1),
     "an array read backwards": (np.arange(3.0)[::-1], np.arange(3.0)),
+    "an array of text": (np.array(["x"]), np.array(["long"])),
     "an array of objects": (np.array(["x", None], object), np.array(["y", None], object)),
     "a dataclass with a field that is not passed in": (Derived(X), Derived(X)),
 }
@@ -229,10 +258,10 @@ def test_an_array_that_cannot_be_written() -> None:
     """Is stacked as any other: with a copy, and without a warning."""
     array = np.ones(3)
     array.flags.writeable = False
-    # reads it.
     torch.set_warn_always(True)
     try:
         assert collate([array], Collator()).tolist() == [[1.0] * 3]
+        assert collate([array], Collator("cpu")).tolist() == [[1.0] * 3]
     finally:
         torch.set_warn_always(False)
 
@@ -251,19 +280,20 @@ def test_an_array_that_cannot_be_written() -> None:
         None,
         "no",
         3,
-        np.zeros(2),
+        np.float64(2),
+        np.array(2),
+        {"a": torch.zeros(2), "b": np.zeros(3)},
     ],
     ids=repr,
 )
 def test_what_has_no_rows(value: Any) -> None:
     """Not even a number in it, nor columns of different lengths."""
-    assert uncollate(value) is None
+    assert row_count(value) is None
 
 
 def test_uncollate_what_torch_returns() -> None:
     """Named results of torch's own functions are tuples of columns."""
     rows = uncollate(torch.tensor([[1.0, 5.0], [7.0, 3.0]]).max(1))
-    assert rows is not None
     assert [(row.values.item(), row.indices.item()) for row in rows] == [(5.0, 1), (7.0, 0)]
 
 
@@ -273,9 +303,155 @@ def test_a_row_of_a_network_output(inference: bool) -> None:
     net = torch.nn.Linear(3, 2)
     with torch.inference_mode(inference):
         rows = uncollate(net(torch.ones(4, 3)))
-    assert rows is not None
     assert all(map(owns, rows))
     if not inference:
         rows[1].mul_(2).sum().backward()
         assert net.bias.grad is not None
         assert net.bias.grad.tolist() == [2.0, 2.0]
+
+
+# ── arrays ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_arrays_stay_arrays() -> None:
+    """Also those that torch has no dtype for, and those that are read backwards."""
+    days = [np.array(["2020-02-01", "2021-03-04"], "datetime64[D]")[::step] for step in (1, -1)]
+    stacked = collate(days, Collator())
+    assert stacked.dtype == days[0].dtype
+    assert [row.tolist() for row in uncollate(stacked)] == [day.tolist() for day in days]
+
+
+def test_arrays_on_a_device_are_tensors() -> None:
+    """A device has no arrays; of what torch has no dtype for there is no key."""
+    on_cpu = Collation(device="cpu")
+    assert isinstance(collate([np.ones(2), np.zeros(2)], Collator("cpu")), Tensor)
+    assert collate_key(np.ones(2), on_cpu) == collate_key(np.zeros(2), on_cpu)
+    for value in (np.array(["x"]), np.array("x")):
+        with pytest.raises(TypeError):
+            collate_key(value, on_cpu)
+
+
+def test_an_array_and_a_tensor_do_not_stack() -> None:
+    """Their function would get one or the other for both."""
+    assert collate_key(np.zeros(2, "float32")) != collate_key(torch.zeros(2))
+    with pytest.raises(TypeError, match=r"^an array of objects cannot be stacked"):
+        collate_key(np.array([None]))
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────
+
+CONCAT = Collation(concat=True)
+counts_of_rows = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+
+
+@st.composite
+def trees_of_rows(draw: st.DrawFn) -> Callable[[range], Any]:
+    """A function of row numbers, which makes a tree with such rows."""
+    shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
+
+    def tensor(rows: range) -> Tensor:
+        made = [torch.full(shape, float(n)).to(dtype) for n in rows]
+        return torch.stack(made or [torch.zeros(shape, dtype=dtype)])[: len(rows)]
+
+    def array(rows: range) -> Any:
+        return tensor(rows).float().numpy()
+
+    made: Callable[[range], Any] = draw(
+        st.sampled_from(
+            [
+                tensor,
+                array,
+                lambda rows: {"a": tensor(rows), "b": {"c": array(rows)}},
+                lambda rows: (tensor(rows), Seen(array(rows), [tensor(rows)])),
+            ]
+        )
+    )
+    return made
+
+
+def ranges(counts: list[int]) -> list[range]:
+    return [range(sum(counts[:n]), sum(counts[: n + 1])) for n in range(len(counts))]
+
+
+@pytest.mark.promise("batching.joined")
+@given(trees_of_rows(), counts_of_rows, st.sampled_from([None, "cpu"]))
+def test_runs_of_rows_are_what_was_joined(
+    make: Callable[[range], Any], counts: list[int], device: Any
+) -> None:
+    """In the order of the calls, with none left out, also of a call without rows."""
+    values = [make(rows) for rows in ranges(counts)]
+    assert len({collate_key(value, CONCAT) for value in values}) == 1
+    joined = collate(values, Collator(device, concat=True))
+    assert same(joined, make(range(sum(counts))))
+    found = uncollate(joined, len(counts), counts)
+    for value, mine in zip(values, found, strict=True):
+        assert same(value, mine)
+        assert device is not None or kinds_of(value) == kinds_of(mine)
+        assert all(map(owns, tensors_in(mine)))
+
+
+@pytest.mark.promise("batching.padded")
+@given(trees_of_rows(), counts_of_rows, st.sets(st.integers(1, 30), min_size=1))
+def test_padding_repeats_the_last_row(
+    make: Callable[[range], Any], counts: list[int], sizes: set[int]
+) -> None:
+    """To the next size, and the runs of the callers are the same as without; zeros without rows."""
+    collation = Collation(concat=True, pad_to=tuple(sorted(sizes)))
+    calls = [(make(rows),) for rows in ranges(counts)]
+    rows = sum(counts)
+    if rows > max(sizes):
+        with pytest.raises(ValueError, match=f"^{rows} rows are more than the largest of pad_to="):
+            rows_of(calls, collation)
+        return
+    found = rows_of(calls, collation)
+    assert found == Rows(min(size for size in sizes if size >= rows), counts)
+    padded = with_rows(calls, found)
+    joined = collate([tree for (tree,) in padded], Collator(concat=True))
+    assert row_count(joined) == found.total
+    last = max(rows - 1, 0)  # of no rows: those of number 0 are zeros
+    wanted = [make(range(rows)), *[make(range(last, last + 1))] * (found.total - rows)]
+    assert same(joined, collate(wanted, Collator(concat=True)))
+    for (value,), mine in zip(calls, uncollate(joined, len(calls), counts), strict=True):
+        assert same(value, mine)
+
+
+@given(trees, st.integers(1, 6))
+def test_padding_of_what_is_stacked(make: Callable[[int], Any], size: int) -> None:
+    """The last call's argument comes once more for each row that is lacking."""
+    calls = [(make(n),) for n in range(size)]
+    rows = rows_of(calls, Collation(pad_to=(2, 5, 8)))
+    assert rows == Rows(2 if size <= 2 else 5 if size <= 5 else 8, None)
+    stacked = collate([tree for (tree,) in with_rows(calls, rows)], Collator())
+    assert row_count(stacked) == rows.total
+    everything = uncollate(stacked)
+    assert all(same(row, make(size - 1)) for row in everything[size:])
+    kept = uncollate(stacked, size)
+    assert len(kept) == size
+    assert all(same(row, value) for row, (value,) in zip(kept, calls, strict=True))
+
+
+def test_padding_leaves_gradients_alone() -> None:
+    """Of rows whose results are dropped none comes back."""
+    mine = torch.ones(2, 3, requires_grad=True)
+    calls = with_rows([(mine,)], rows_of([(mine,)], Collation(concat=True, pad_to=(4,))))
+    joined = collate([tree for (tree,) in calls], Collator(concat=True))
+    assert joined.shape == (4, 3)
+    uncollate(joined * 2, 1, [2])[0].sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == [[2.0] * 3] * 2
+
+
+def test_a_number_is_in_each_row_of_its_call() -> None:
+    """Of the dtype that torch gives it; padding has that of the last row."""
+    calls: list[Any] = [(rows_of_x(2), {"n": 1, "s": 0.5}), (rows_of_x(1), {"n": 7, "s": 1.5})]
+    assert len({collate_key(call, CONCAT) for call in calls}) == 1
+    padded = with_rows(calls, rows_of(calls, Collation(concat=True, pad_to=(5,))))
+    x, numbers = collate(padded, Collator(concat=True))
+    assert (numbers["n"].dtype, numbers["s"].dtype) == (torch.int64, torch.float32)
+    assert numbers["n"].tolist() == [1, 1, 7, 7, 7]
+    assert numbers["s"].tolist() == [0.5, 0.5, 1.5, 1.5, 1.5]
+    assert len(x) == 5
+
+
+def rows_of_x(count: int) -> Tensor:
+    return X.expand(count, 2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from aiorpc_torch._batching.collate import Collation
 from aiorpc_torch._batching.cuda_collate import CudaCollator
 from aiorpc_torch._batching.function import BatchFunction
 from aiorpc_torch._torch.cuda import note_delivered
@@ -16,11 +17,12 @@ from tests.support.cuda_doubles import ONE, ZERO, CudaTensor, Streams
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    monkeypatch.setattr(CudaCollator, "to_device", lambda _, tensor: tensor)  # there is none
     return Streams().install(monkeypatch)
 
 
 def batch_function(function: Callable[..., Any]) -> BatchFunction:
-    return BatchFunction(function, is_method=False, stacked=False, device="cuda")
+    return BatchFunction(function, is_method=False, collation=Collation(device="cuda"))
 
 
 def test_the_stream_is_of_a_pool_of_its_own(streams: Streams) -> None:
@@ -43,7 +45,7 @@ async def test_each_step_of_a_coroutine_is_behind_the_stream_of_the_loop(
     arrived, later = CudaTensor.on(ZERO), CudaTensor.on(ZERO)
     here: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def function(items: list[int]) -> list[int]:
+    async def function(items: Any) -> Any:
         streams.log.append(("first step", str(torch.cuda.current_stream())))
         await here
         streams.log.append(("second step", str(torch.cuda.current_stream())))
@@ -72,7 +74,7 @@ async def test_each_step_of_a_coroutine_is_behind_the_stream_of_the_loop(
 async def test_a_plain_function_is_behind_the_arguments(streams: Streams) -> None:
     """In its thread, on the stream of the batch."""
 
-    def function(items: list[int]) -> list[int]:
+    def function(items: Any) -> Any:
         streams.log.append(("called", str(torch.cuda.current_stream())))
         return items
 
@@ -88,13 +90,14 @@ async def test_a_plain_function_is_behind_the_arguments(streams: Streams) -> Non
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("concat", [False, True])
 def test_rows_on_a_device_are_used_on_the_stream_of_the_batch(
-    streams: Streams, requires_grad: bool
+    streams: Streams, requires_grad: bool, concat: bool
 ) -> None:
     rows = [CudaTensor.on(ZERO) for _ in range(2)]
     for row in rows:
         row.requires_grad_(requires_grad)
-    collator = CudaCollator(ZERO)
+    collator = CudaCollator(ZERO, concat=concat)
     with collator.on_stream(), contextlib.suppress(Exception):  # perhaps there is no device
-        collator.stack(rows)
+        collator.join(rows)
     assert [row.used_on for row in rows] == [["stream 1"]] * 2

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -128,9 +129,11 @@ async def test_arguments_that_do_not_fit(args: tuple[Any, ...], kwargs: dict[str
 
 
 @pytest.mark.promise("batching.results")
-@pytest.mark.parametrize("make", [list, tuple, lambda rows: torch.tensor([[x] for x in rows])])
+@pytest.mark.parametrize(
+    "make", [list, tuple, np.array, lambda rows: torch.tensor([[x] for x in rows])]
+)
 async def test_each_gets_its_own(make: Callable[[Any], Any]) -> None:
-    """A list, a tuple, or a tensor whose first dimension is the batch: row i is caller i's."""
+    """A list, a tuple, or an array or tensor whose first dimension is the batch: row by row."""
 
     @batched(max_size=10)
     async def double(items: list[int]) -> Any:
@@ -163,6 +166,7 @@ async def test_broadcast_is_one_answer_for_all() -> None:
         (7, "a int"),
         pytest.param(iter([1, 2]), "a list_iterator", id="an iterator"),
         (torch.tensor(1.0), "a tensor with no dimension"),
+        (np.array(1.0), "an array with no dimension"),
         ([1], "returned 1 results"),
         ([1, 2, 3], "returned 3 results"),
         ([], "returned 0 results"),

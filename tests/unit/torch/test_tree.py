@@ -62,9 +62,9 @@ def test_a_fence_holds_every_tensor_that_collate_stacks(
     stacked: list[Tensor] = []
 
     class Noting(Collator):
-        def stack(self, tensors: Any) -> Tensor:
+        def join(self, tensors: Any) -> Tensor:
             stacked.extend(tensors)
-            return super().stack(tensors)
+            return super().join(tensors)
 
     collate([tree], Noting())
     monkeypatch.setattr(cuda, "fence_tensors", list)
