@@ -4,7 +4,7 @@ A tree consists of tensors, arrays and numbers in dicts, tuples, lists and datac
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -87,8 +87,7 @@ def collate_key(value: Any, collation: Collation = STACK) -> Hashable:
         array = _as_array(value)
         if array.dtype.hasobject:
             raise TypeError("an array of objects cannot be stacked: pass one of numbers")
-        if collation.device is not None:
-            _as_tensor(array[:0] if array.ndim else array)  # a TypeError for text, for example
+        _as_tensor(array[:0] if array.ndim else array)  # a TypeError for text, for example
         return "array", array.dtype, array.shape[first:]
     if (nodes := children(value)) is None:
         raise TypeError(
@@ -159,8 +158,10 @@ def _spread(tree: Any, count: int) -> Any:
     """Return the tree with a tensor of `count` equal elements in place of each number."""
     if type(tree) in _NUMBERS:
         return torch.tensor(tree).expand(count)
-    if isinstance(tree, Tensor) or is_array(tree):
+    if isinstance(tree, Tensor):
         return tree
+    if is_array(tree):
+        return _as_tensor(tree)
     nodes = children(tree) or {}
     return rebuild(tree, {key: _spread(node, count) for key, node in nodes.items()})
 
@@ -170,12 +171,6 @@ def _last_row(tree: Any, times: int) -> Any:
     if isinstance(tree, Tensor):
         shape = (times, *tree.shape[1:])
         return tree[-1:].expand(shape) if len(tree) else tree.new_zeros(shape)
-    if is_array(tree):
-        array = _as_array(tree)
-        shape = (times, *array.shape[1:])
-        numpy = import_module("numpy")
-        last = array[-1:] if len(array) else numpy.zeros((), array.dtype)
-        return numpy.broadcast_to(last, shape)
     nodes = children(tree) or {}
     return rebuild(tree, {key: _last_row(node, times) for key, node in nodes.items()})
 
@@ -192,13 +187,6 @@ class Collator:
         """Return the tensors as one on the device."""
         return self.to_device(self._joined([*tensors]))
 
-    def join_arrays(self, arrays: Iterable[Any]) -> Any:
-        """Return the arrays as one array, or as one tensor on the device."""
-        if self._device is not None:
-            return self.join([*map(_as_tensor, arrays)])
-        numpy = import_module("numpy")
-        return (numpy.concatenate if self._concat else numpy.stack)([*map(_as_array, arrays)])
-
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device."""
         return tensor if self._device is None else tensor.to(self._device)
@@ -212,7 +200,7 @@ def collate(values: Sequence[Any], collator: Collator) -> Any:
     if type(first) in _NUMBERS:
         return collator.to_device(torch.tensor([*values]))
     if is_array(first):
-        return collator.join_arrays(values)
+        return collator.join([*map(_as_tensor, values)])
     trees = [children(value) or {} for value in values]
     collated = {key: collate([tree[key] for tree in trees], collator) for key in trees[0]}
     return rebuild(first, collated)

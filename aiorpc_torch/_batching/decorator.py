@@ -89,10 +89,10 @@ def batched(
 
     A caller passes one item: `await remote(agent).select(state)`. The function gets one list for
     each parameter, in order of arrival. With a `Fill` it returns a list or tuple of the same
-    length, a tensor or an array (or a dict or dataclass of them) whose first dimension is the
-    batch, or `Broadcast(value)`. With a `Round` all callers get what it returns, whatever that is,
-    or one value each of `each(values)`. An exception *instance* among the results is raised for
-    that caller alone; an exception that the function raises is raised for each caller.
+    length, or `Broadcast(value)`. Or it returns a tree of tensors and arrays: their first dimension
+    is the batch. With a `Round` all callers get what it returns, whatever that is, or one value
+    each of `each(values)`. An exception *instance* among the results is raised for that caller
+    alone; an exception that the function raises is raised for each caller.
 
         @aiorpc.batched(max_size=64, max_wait=0.002)
         async def select(self, states: list[Tensor]) -> list[int]: ...
@@ -119,7 +119,7 @@ def batched(
             `max_pending`, the most calls that wait (default: None, no limit); `key`, `weight` and
             `max_weight`, which `Fill` describes.
         stack: Pass each parameter stacked: a tensor with the batch as its first dimension, or a
-            dict, tuple, list or dataclass of such. Arrays come as one array, numbers as a tensor.
+            dict, tuple, list or dataclass of such. Arrays and numbers come as tensors too.
             Calls of different structure, dtypes or shapes are in separate batches. The function may
             then return a tuple of tensors as well.
         concat: Join each parameter along its first dimension instead: each caller passes any

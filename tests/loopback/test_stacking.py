@@ -50,10 +50,8 @@ async def test_a_stacked_function_gets_and_returns_trees(
         made.answer = tuple
     got = await settled(*asks(far, *map(make, range(3))))
     (batch,) = made.batches
-    if isinstance(make(0), np.ndarray | np.generic):
-        assert type(batch) is (np.ndarray if device is None else Tensor)
-    else:
-        assert type(batch) is (Tensor if isinstance(make(0), float | bool) else type(make(0)))
+    is_leaf = isinstance(make(0), np.ndarray | np.generic | float | bool)
+    assert type(batch) is (Tensor if is_leaf else type(make(0)))
     for n, each in enumerate(got):
         assert same(tuple(make(n)) if isinstance(make(n), list) else make(n), each)
     local = await asyncio.gather(*map(made.ask, map(make, range(3))))
