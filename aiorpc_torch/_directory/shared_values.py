@@ -76,8 +76,8 @@ class FileValue:
 
     def clear(self, old: bytes) -> None:
         """See `SharedValue`."""
-        with self._blocking(), self._locked():
-            found = self._read()
+        with self._blocking(), self._locked(creates=False) as is_locked:
+            found = self._read() if is_locked else b""
             if found == old:
                 self._path.unlink()
             if found in (None, old):
@@ -105,20 +105,31 @@ class FileValue:
             raise FileNotFoundError(exc.errno, text, str(self._path.parent)) from exc
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, *, creates: bool = True) -> Iterator[bool]:
+        """Hold the lock in this block; give False if `creates` is false and nothing is there.
+
+        A process that removes the value may end at any step: it makes no new lock behind another
+        one that has removed both.
+        """
         self._check_folder()
         end = time.monotonic() + LOCK_TIMEOUT
-        while (descriptor := self._try_to_lock()) is None:
+        while (descriptor := self._try_to_lock(creates or self._path.exists())) is None:
+            if not creates and not self._path.exists() and not self._lock.exists():
+                yield False
+                return
             if time.monotonic() > end:  # a frozen process has it
                 raise TimeoutError(f"another process keeps {self._lock} locked")
             time.sleep(_LOCK_INTERVAL)
         try:
-            yield
+            yield True
         finally:
             os.close(descriptor)
 
-    def _try_to_lock(self) -> int | None:
-        descriptor = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
+    def _try_to_lock(self, creates: bool) -> int | None:
+        try:
+            descriptor = open_regular(self._lock, os.O_RDWR | (os.O_CREAT if creates else 0))
+        except FileNotFoundError:
+            return None
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), self._lock.stat()):  # it was not removed

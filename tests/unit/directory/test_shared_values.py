@@ -98,6 +98,35 @@ def test_a_lock_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert os.listdir(tmp_path) == []
 
 
+def test_what_is_removed_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two remove it at once, and one may end at any step: it makes no lock behind the other."""
+    value, made = FileValue(tmp_path / "value"), list[Path]()
+    opened = shared_values.open_regular
+
+    def open_regular(path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and not path.exists():
+            made.append(path)
+        return opened(path, flags)
+
+    assert value.swap(None, b"a")
+    monkeypatch.setattr(shared_values, "open_regular", open_regular)
+    with (tmp_path / "value.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        tries = threading.Event()
+        sleep = shared_values.time.sleep
+        monkeypatch.setattr(shared_values.time, "sleep", lambda _: (tries.set(), sleep(0.001)))
+        other = threading.Thread(target=value.clear, args=(b"a",))
+        other.start()
+        assert tries.wait(30.0)
+        (tmp_path / "value").unlink()
+        (tmp_path / "value.lock").unlink()
+    other.join(30.0)
+    assert not other.is_alive()
+    value.clear(b"a")
+    assert made == []
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     """A mistake in the path is none of a world that has not started."""
     value = FileValue(tmp_path / "nowhere" / "value")
