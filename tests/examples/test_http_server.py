@@ -1,0 +1,41 @@
+"""The HTTP front as a user runs it: a rolling restart and a drain lose no request."""
+
+import re
+import signal
+import threading
+import urllib.request
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from tests.support.example_programs import command, run, started, until, workers_of
+
+pytestmark = [pytest.mark.worlds, pytest.mark.slow]
+
+
+def test_a_rolling_restart() -> None:
+    """Every request meanwhile has an answer."""
+    printed = run("http_server", "--demo", "--port", "0", python=())
+    assert "model0 was restarted\nmodel1 was restarted\n" in printed
+    found = re.search(r"^(\d+) requests meanwhile, statuses \{200\}$", printed, re.MULTILINE)
+    assert found is not None, printed
+    assert int(found[1]) > 32
+    assert printed.endswith("letters: 20\na bad request: 400\n")
+
+
+def test_it_answers_what_it_has() -> None:
+    """A stream that has begun ends after SIGTERM; SIGHUP replaces the processes before."""
+    with started(command("http_server", "--port", "0", "--timeout", "60")) as server:
+        address = until(server, "serving at").split()[-1]
+        before = {each.pid for each in workers_of(server)}
+        server.send_signal(signal.SIGHUP)
+        until(server, "model1 was restarted")
+        assert not before & {each.pid for each in workers_of(server)}
+        with urllib.request.urlopen(f"{address}/generate?length=2000", timeout=60) as answer:
+            first = answer.read(1)
+            stopping = threading.Timer(0, server.send_signal, (signal.SIGTERM,))
+            stopping.start()
+            assert len(first + answer.read()) == 2000
+        _, errors = server.communicate(timeout=60)
+        assert "Traceback" not in errors, errors
