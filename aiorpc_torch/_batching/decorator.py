@@ -286,6 +286,11 @@ class Batched:
         bound = self._batch_function.bind(args, kwargs)
         return self._queue(instance).join(instance, bound, on_result, caller).cancel
 
+    def __aiorpc_running__(self, instance: Any) -> list[Any]:
+        """Return the batches that run for an object."""
+        queue = self._queues.get(instance)
+        return [] if queue is None else queue.running()
+
     def _take_instance(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         if not args:
             raise TypeError(f"{self.__qualname__} is a method: call it on an instance")

@@ -21,6 +21,7 @@ from .._context.recording import ContextRecord, current_record, enter_record
 from .._endpoint.entry_points import serving
 from .._turns.turns import is_limited, turns_of
 from .._wire.ancestry import (
+    BATCH,
     BatchId,
     BatchScope,
     ancestor_batches,
@@ -28,6 +29,7 @@ from .._wire.ancestry import (
     enter_scopes,
     entered_scopes,
     new_batch,
+    note_call,
 )
 from .._wire.columns import SharedValue
 from .._wire.exceptions import LeavingWorker, note_has_run
@@ -207,6 +209,10 @@ class BatchQueue:
             self._scheduler.use(policy)
             self._schedule_dispatch()  # a batch of those that wait may be ready now
 
+    def running(self) -> list[RunningBatch]:
+        """Return the batches that run."""
+        return [*self._running.values()]
+
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""
         waited = self._scheduler.discard(call)
@@ -343,6 +349,7 @@ class BatchQueue:
         enter_scopes(frozenset((running.scope(),)).union(*of_callers))
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
+        note_call((BATCH, running.id[1]))
         # Weakly: the function's context outlives the members.
         ask_whether_given_up(functools.partial(_have_all_left, weakref.ref(batch)))
         end: End | None = None

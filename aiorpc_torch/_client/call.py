@@ -205,6 +205,10 @@ class RemoteCall(LazyCall[Any]):
         finally:
             await self._entered.aclose()
 
+    def outlive_deadline(self) -> None:
+        """Let the block that was entered go on after the deadline of its entry."""
+        self._entered.outlive_deadline()
+
     def _not_sent(self, exc: WorkerGone) -> WorkerGone:
         method = call_name(self._target)
         return type(exc)(exc.worker, exc.reason, method=method, may_have_run=False)
@@ -309,6 +313,12 @@ class RemoteStream(AsyncIterator[Any]):
 
     def _has_item(self) -> bool:
         return self._reader.has_item()
+
+    def outlive_deadline(self) -> None:
+        """Go on after the deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._bound = None
 
     def raise_failure(self) -> None:
         """Raise what has ended the stream before its consumer: a deadline, or a loss."""

@@ -306,7 +306,7 @@ class AnyCall(SupervisedCall):
             try:
                 found = yield from run(self)
             except Exception as exc:
-                self._note_failure()
+                self._note(has_failed=True)
                 if not _is_refusal(exc):
                     raise
                 group, position = self._chosen
@@ -315,18 +315,20 @@ class AnyCall(SupervisedCall):
                 refusals[_identity(member) if is_full else owner_name(member)] = exc
                 self._steps, self._timeout = steps, time_left(due)  # it is not over
             else:
-                group, position = self._chosen
-                group._least_busy.succeed(position)
+                self._note(has_failed=False)
                 return found
 
-    def _note_failure(self) -> None:
+    def _note(self, *, has_failed: bool) -> None:
         group, position = self._chosen
-        group._least_busy.fail(position, len(group))
+        if has_failed:
+            group._least_busy.fail(position, len(group))
+        else:
+            group._least_busy.succeed(position)
 
     def _iterate(self, *, enters: bool) -> "AnyStream":  # type: ignore[override]
         is_supervised = self._steps is None and self._choose()
         iterate = super()._iterate if is_supervised else super(SupervisedCall, self)._iterate
-        return AnyStream(iterate(enters=enters), self._note_failure)
+        return AnyStream(iterate(enters=enters), self._note)
 
     def _choose(self, refusals: Mapping[Any, RpcError] = NO_REFUSALS) -> bool:
         """Choose the member; return whether it is supervised."""
@@ -340,13 +342,13 @@ class AnyCall(SupervisedCall):
 
 
 class AnyStream(AsyncIterator[Any]):
-    """The items of a remote generator of the least busy member, whose failure is noted."""
+    """The items of a remote generator of the least busy member, whose end is noted."""
 
     def __init__(
-        self, stream: RemoteStream | SupervisedStream, note_failure: Callable[[], None]
+        self, stream: RemoteStream | SupervisedStream, note: "Callable[..., None]"
     ) -> None:
         self._stream = stream
-        self._note_failure = note_failure
+        self._note = note
 
     def __repr__(self) -> str:
         return repr(self._stream)
@@ -355,9 +357,10 @@ class AnyStream(AsyncIterator[Any]):
         try:
             return await anext(self._stream)
         except StopAsyncIteration:
+            self._note(has_failed=False)
             raise
         except Exception:
-            self._note_failure()
+            self._note(has_failed=True)
             raise
 
     def _has_item(self) -> bool:

@@ -1,21 +1,35 @@
 """`paused`: a block in which only its own calls of some objects run."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .._endpoint.pauses import pause_object
+from .._aio.deadlines import deadline_in
+from .._endpoint.pauses import pause_object, settle_pause
 from .._handles.handles import of_handle
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, owner_name, rref_id
-from .._wire.ancestry import BatchId, BatchScope, add_scope, from_wire
-from .._wire.targets import FunctionTarget
+from .._wire.ancestry import (
+    BatchId,
+    BatchScope,
+    current_scopes,
+    enter_scopes,
+    from_wire,
+    new_batch,
+    running_call,
+)
+from .._wire.targets import FetchTarget, FunctionTarget
 from ..errors import RpcError
 from .call import RemoteCall
 from .group import Group
 from .named_members import NamedMembers
 from .pool import current
 from .supervised import Supervised
+from .supervised_calls import wait_for
+
+Member = tuple[str, Any]
+"""The worker of an object, and its RRef."""
 
 
 @contextlib.asynccontextmanager
@@ -31,10 +45,14 @@ async def paused(objects: Any) -> AsyncIterator[None]:
     order when the block ends, or its worker is lost. A pause of an object that is paused already
     waits too; inside the block of its own holder it begins at once.
 
-    Calls that the process of an object makes directly, as plain Python, do not wait. A call that
-    runs may make calls of the same object: these run too. If it waits for a call of another worker
-    that was made before the pause and calls the object, they may wait for each other: after two
-    seconds without an end, the calls that have waited run before the block.
+    A call that the block waits for may make calls of the objects: these run before it, too. If it
+    waits for a call of another worker that was made before the pause and calls one of the objects,
+    they wait for each other. So all calls that have waited run before the block if no call has
+    ended for two seconds, and for twice as long the next time. Set a deadline where two sides may
+    wait for each other, as for `exclusive`.
+
+    Calls that the process of an object makes directly, as plain Python, and those of plain torch
+    clients do not wait.
 
     Args:
         objects: an RRef, a supervised object, what `remote` returns for either, a Group, or
@@ -43,42 +61,76 @@ async def paused(objects: Any) -> AsyncIterator[None]:
     Raises:
         TypeError: if `objects` is something else.
         CallTimeout: if the deadline of `aiorpc.timeout` passes before the block is entered.
-        WorkerGone: from the entry, if the worker of an object is gone.
+        WorkerGone: from the entry if the worker of an object is gone; at the end if it is lost
+            since, and so the pause.
+        RuntimeError: in a method of an object with a limit (`exclusive`) that pauses it.
         NotInWorld: outside a world.
     """
-    scopes: set[BatchId] = set()
+    members = await _in_order(of_handle(objects))
     is_open = True
     async with contextlib.AsyncExitStack() as stack:
+        mark = current().worker, new_batch()[1]
+        ids = set()
         # In one order everywhere: two holders of several objects do not wait for each other.
-        for owner, rref in _in_order(of_handle(objects)):
-            name, number = await stack.enter_async_context(_pause(owner, rref))
-            scopes.add((name or owner, number))
-        here = BatchScope(from_wire(current().worker, scopes), lambda: is_open)
+        for each in members:
+            pause = _pause(each, mark, enters=len(members) == 1)
+            name, number = await stack.enter_async_context(pause)
+            ids.add((name or each[0], number))
+        if len(members) > 1:
+            await _settle(members)
+        scopes = current_scopes()
+        enter_scopes(scopes | {BatchScope(from_wire(current().worker, ids), lambda: is_open)})
         try:
-            with add_scope(here):
-                yield
+            yield
         finally:
             is_open = False
+            enter_scopes(scopes)
 
 
 @contextlib.asynccontextmanager
-async def _pause(owner: str, rref: Any) -> AsyncIterator[BatchId]:
-    pause = RemoteCall(owner, FunctionTarget(pause_object), None, rref_id(rref) or rref)
+async def _pause(member: Member, mark: BatchId, *, enters: bool) -> AsyncIterator[BatchId]:
+    owner, rref = member
+    own = running_call() if owner == current().worker else None
+    arguments = rref_id(rref) or rref, mark, own, enters
+    pause = RemoteCall(owner, FunctionTarget(pause_object), None, *arguments)
     found = await pause.__aenter__()
+    pause.outlive_deadline()  # that is of the entry
+    has_ended = False
     try:
         yield found
+        has_ended = True
     finally:
-        with contextlib.suppress(RpcError):  # its worker is lost, or the deadline has passed
+        with contextlib.nullcontext() if has_ended else contextlib.suppress(RpcError):
             await pause.__aexit__(None, None, None)
 
 
-def _in_order(objects: Any) -> list[tuple[str, Any]]:
+async def _settle(members: Sequence[Member]) -> None:
+    """Wait until no call of several objects runs, and let none pass any more.
+
+    What ran of one may have called another one, whose calls had ended before.
+    """
+    while sum(await _settled(members, enters=False)):
+        pass
+    await _settled(members, enters=True)
+
+
+async def _settled(members: Sequence[Member], *, enters: bool) -> list[int]:
+    target = FunctionTarget(settle_pause)
+    calls = [
+        RemoteCall(owner, target, None, rref_id(rref) or rref, enters) for owner, rref in members
+    ]
+    return await asyncio.gather(*calls)
+
+
+async def _in_order(objects: Any) -> list[Member]:
     members = [*objects] if isinstance(objects, Group | NamedMembers) else [objects]
     found = {}
     for each in members:
-        if not isinstance(each, RRefBase | Supervised):
+        rref = each
+        if isinstance(each, Supervised):
+            target = FetchTarget(each.rref)
+            rref = each._start() or await wait_for(each, target, deadline_in(None))
+        elif not isinstance(each, RRefBase):
             raise TypeError(f"paused takes an RRef, a supervised object or a group, got {each!r}")
-        rref = each.rref if isinstance(each, Supervised) else each
-        found[identity(rref)] = rref
-    named = [(owner_name(rref), key, rref) for key, rref in found.items()]
-    return [(owner, rref) for owner, _, rref in sorted(named, key=lambda each: str(each[:2]))]
+        found[owner_name(rref), identity(rref)] = rref
+    return [(owner, found[owner, key]) for owner, key in sorted(found)]

@@ -5,16 +5,29 @@ from typing import Any
 
 from .._torch.compat import RRefBase
 from .._torch.rrefs import RRefId, find_object
-from .._wire.ancestry import BatchId
+from .._wire.ancestry import BatchId, CallKey, from_wire
 from . import entry_points
 
 
-async def pause_object(named: "RRefBase[Any] | RRefId") -> AbstractAsyncContextManager[BatchId]:
-    """Return a block in which an object of this worker is paused.
+async def pause_object(
+    named: "RRefBase[Any] | RRefId", mark: BatchId, own: CallKey | None, enters: bool
+) -> AbstractAsyncContextManager[BatchId]:
+    """Return a block in which an object of this worker is paused, as `Pauses.pause`."""
+    server = _server()
+    (here,) = from_wire(server.name, (mark,))
+    return server.pauses.pause(find_object(named), here, own, enters=enters)  # type: ignore[no-any-return]
 
-    It gives the id that the calls of the holder carry.
-    """
-    server: Any = entry_points.serving()
-    if server is None:
+
+async def settle_pause(named: "RRefBase[Any] | RRefId", enters: bool) -> int:
+    """Wait for what has passed since the pause of an object has begun, as `Pauses.settle`."""
+    return await _server().pauses.settle(find_object(named), enters=enters)  # type: ignore[no-any-return]
+
+
+def _server() -> Any:
+    if (server := entry_points.serving()) is None:
         raise entry_points.not_in_world(entry_points.NOT_SERVING)
-    return server.pauses.pause(find_object(named))  # type: ignore[no-any-return]
+    return server
+
+
+ALWAYS_EXPORTED = pause_object, settle_pause
+"""What `paused` calls: every worker answers, whatever it exports."""

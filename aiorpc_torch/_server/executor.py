@@ -235,7 +235,19 @@ class Executor:
         except TypeError as exc:
             call.fail(exc)
         else:
-            pump_in_thread(call, value, lambda task: self.submit_to_threads((task,)))
+            pump_in_thread(call, value, functools.partial(self._submit_rest, call))
+
+    def _submit_rest(self, call: StreamCall, task: Callable[[], None]) -> None:
+        """Let a generator go on in a thread, or end: also that is a part of its call."""
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                self.in_threads.discard(call)
+
+        self.in_threads.add(call)
+        self.submit_to_threads((run,))
 
     def close(self, timeout: float, name: str) -> None:
         """Stop the threads, and log how many still run user code after `timeout` seconds."""

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._endpoint.names import ALWAYS_EXPORTED
-from .._endpoint.pauses import pause_object
+from .._endpoint import names, pauses
 from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (
@@ -26,6 +25,8 @@ from .._wire.targets import (
 )
 from .._wire.wire_targets import BOUND, MAKE, NamedTarget, read_named
 from ..errors import NotExported
+
+ALWAYS_EXPORTED = *names.ALWAYS_EXPORTED, *pauses.ALWAYS_EXPORTED
 
 Export = Callable[..., Any] | str
 """A class, a function, or the name of a module, which includes its submodules."""
@@ -110,7 +111,7 @@ class ExportPolicy:
         return found
 
     def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
-        exported = is_among(found, (*ALWAYS_EXPORTED, pause_object)) or self._has_object(found)
+        exported = is_among(found, ALWAYS_EXPORTED) or self._has_object(found)
         if not exported and is_public:
             exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
         if not exported:

@@ -6,7 +6,7 @@ start. The calls that run are looked at until they have ended.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from functools import partial
 from time import monotonic
 from types import MethodType
@@ -14,14 +14,37 @@ from typing import Any
 
 from .._torch.rrefs import find_object
 from .._turns.pause_queue import PauseQueue
-from .._wire.ancestry import BatchId, CallKey, ancestor_batches, awaited, new_batch
-from .calls import ServerCall
+from .._turns.turns import is_limited
+from .._wire.ancestry import BATCH, BatchId, CallKey, ancestor_batches, awaited, new_batch
+from .calls import RpcCall, ServerCall
 from .executor import Executor
 
-POLL = 0.005  # seconds between two looks at the calls that run
-PATIENCE = 2.0  # seconds without an end after which calls pass: those that run may wait for one
+# In seconds.
+POLLS = 0.001, 0.02  # shortest and longest time between two looks at the calls that run
+PATIENCE = 2.0  # without an end, after which calls pass: those that run may wait for one
 
-_Queue = PauseQueue[BatchId, ServerCall]
+
+class _PausedObject:
+    """An object, its pauses, and what runs of it while one begins."""
+
+    def __init__(self, instance: Any) -> None:
+        self.instance = instance  # lives meanwhile
+        self.queue: PauseQueue[BatchId, ServerCall] = PauseQueue()
+        self.running: dict[Any, CallKey] = {}  # calls and batches
+        self.passed = 0  # calls that have passed since the holder has asked last
+        self.mark: BatchId = ("", -1)
+
+    def add(self, running: Any, key: CallKey) -> None:
+        """Let the pause wait for a call or batch; what that calls has the mark of the pause."""
+        self.running[running] = key
+        awaited.setdefault(key, set()).add(self.mark)
+
+    def remove(self, running: Any) -> None:
+        """Note the end of a call or batch."""
+        marks = awaited[key := self.running.pop(running)]
+        marks.discard(self.mark)
+        if not marks:
+            del awaited[key]
 
 
 class Pauses:
@@ -32,44 +55,77 @@ class Pauses:
         open_calls: returns the unanswered calls.
     """
 
-    def __init__(
-        self, executor: Executor, open_calls: Callable[[], Collection[ServerCall]]
-    ) -> None:
+    def __init__(self, executor: Executor, open_calls: Callable[[], Collection[RpcCall]]) -> None:
         self._executor = executor
         self._open_calls = open_calls
-        self._queues: dict[int, tuple[Any, _Queue]] = {}  # by id; the object lives meanwhile
+        self._paused: dict[int, _PausedObject] = {}  # by id
         self._changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def pause(self, instance: Any) -> AsyncIterator[BatchId]:
-        """Pause an object in this block; give the id that the calls of the holder carry."""
-        ancestors = ancestor_batches()
-        _, queue = self._queues.get(id(instance), (None, None))
-        if queue is not None and queue.pause in ancestors:  # inside a pause of the same holder
-            yield queue.pause
+    async def pause(
+        self, instance: Any, mark: BatchId, own: CallKey | None, *, enters: bool
+    ) -> AsyncIterator[BatchId]:
+        """Pause an object in this block; give the id that the calls of the holder carry.
+
+        Args:
+            instance: the object.
+            mark: ancestor of what is called by the calls that the holder waits for, here and by
+                its pauses of other objects. Such calls pass until the block is entered.
+            own: the call that is the holder.
+            enters: whether the block is entered once what runs has ended, and not by `settle`.
+        """
+        found = self._paused.get(id(instance))
+        if found is not None and found.queue.pause in ancestor_batches():  # of the same holder
+            yield found.queue.pause
             return
+        if own is not None and is_limited(instance):
+            raise RuntimeError(
+                "a method of an object with a limit cannot pause it: calls that wait for its turn "
+                "are among those that a pause waits for"
+            )
         pause = new_batch()
-        _, queue = self._queues.setdefault(id(instance), (instance, PauseQueue()))
+        found = self._paused.setdefault(id(instance), _PausedObject(instance))
         self._executor.holds = self._holds
         try:
-            if not queue.add_pause(pause):
-                while queue.pause != pause:
+            if not found.queue.add_pause(pause):
+                while found.queue.pause != pause:
                     await self._changed.wait()
-            await self._wait_for_calls(instance, queue)
-            queue.enter()
+            found.mark, found.passed = mark, 0
+            for running, key in self._running(instance):
+                if key != own:
+                    found.add(running, key)
+            await self._wait_for_calls(found)
+            if enters:
+                found.queue.enter()
             yield pause
         finally:
-            self._end(instance, queue, pause)
+            self._end(found, pause)
 
-    def _end(self, instance: Any, queue: _Queue, pause: BatchId) -> None:
-        released = queue.end_pause(pause)
+    async def settle(self, instance: Any, *, enters: bool) -> int:
+        """Wait for the calls that have passed since the last time; return how many there were.
+
+        With `enters` the block is entered then: no call but the holder's passes any more.
+        """
+        found = self._paused.get(id(instance))
+        if found is None or found.queue.is_entered:
+            return 0
+        await self._wait_for_calls(found)
+        passed, found.passed = found.passed, 0
+        if enters:
+            found.queue.enter()
+        return passed
+
+    def _end(self, found: _PausedObject, pause: BatchId) -> None:
+        if found.queue.pause == pause:
+            for each in [*found.running]:
+                found.remove(each)
+        released = found.queue.end_pause(pause)
         self._changed.set()
         self._changed = asyncio.Event()
-        if queue.pause is None and not len(queue):
-            del self._queues[id(instance)]
-            if not self._queues:
+        if found.queue.pause is None and not len(found.queue):
+            del self._paused[id(found.instance)]
+            if not self._paused:
                 self._executor.holds = None
-                awaited.clear()
         self._start(released)
 
     def _start(self, calls: Collection[ServerCall]) -> None:
@@ -77,47 +133,63 @@ class Pauses:
             call.leave_batch = None
             self._executor.restart(call)
 
-    async def _wait_for_calls(self, instance: Any, queue: _Queue) -> None:
-        """Wait until the calls that run have ended, and those that pass meanwhile.
+    async def _wait_for_calls(self, found: _PausedObject) -> None:
+        """Wait until what runs has ended, and the calls that pass meanwhile.
 
-        One of them may wait for a call of the same object that has come since. If that has
-        ancestors, it passes at once. Otherwise, as another worker's call may have been made before
-        the pause, all that wait pass if no call has ended for a while.
+        One that runs may wait for a call of the same object that has come since. It has the mark of
+        the pause if it was made since, and passes at once. Otherwise all that wait pass if no call
+        has ended for a while, and for twice as long the next time.
         """
-        since = monotonic()
-        running = self._running(instance, queue)
-        while running:
-            await asyncio.sleep(POLL)
-            left = self._running(instance, queue)
-            if running.keys() - left:
+        since, patience, poll = monotonic(), PATIENCE, POLLS[0]
+        while found.running:
+            ended = [each for each in found.running if not self._runs(each)]
+            for each in ended:
+                found.remove(each)
+            if ended:
                 since = monotonic()
-            elif monotonic() - since >= PATIENCE:
-                self._start(queue.pass_all())
-                since = monotonic()
-            running = left
+            elif monotonic() - since >= patience:
+                passing = found.queue.pass_all()
+                for each in passing:
+                    self._let_pass(found, each)
+                self._start(passing)
+                since, patience = monotonic(), 2 * patience
+            if found.running:
+                await asyncio.sleep(poll)
+                poll = min(2 * poll, POLLS[1])
 
-    def _running(self, instance: Any, queue: _Queue) -> dict[ServerCall, CallKey]:
-        calls = {*self._open_calls(), *self._executor.in_threads}
-        running: dict[ServerCall, CallKey] = {
-            each: (each.session and each.session.key, each.number)
-            for each in calls
-            if each not in queue and _object_of(each) is instance
-        }
-        # What they call from now on has an ancestor.
-        for key in running.values():
-            awaited.setdefault(key, new_batch())
-        return running
+    def _let_pass(self, found: _PausedObject, call: ServerCall) -> None:
+        found.passed += 1
+        if isinstance(call, RpcCall):
+            found.add(call, (call.session.key, call.number))
+
+    def _runs(self, running: Any) -> bool:
+        if not isinstance(running, RpcCall):
+            return not running.is_finished
+        is_open = running.session.calls.get(running.number) is running
+        return is_open or running in self._executor.in_threads
+
+    def _running(self, instance: Any) -> Iterator[tuple[Any, CallKey]]:
+        """Yield the calls and batches that run of an object, with their keys."""
+        waiting = self._paused[id(instance)].queue
+        for call in {*self._open_calls(), *self._executor.in_threads}:
+            if isinstance(call, RpcCall) and call not in waiting and _object_of(call) is instance:
+                yield call, (call.session.key, call.number)
+        for batch in _batches_of(instance):
+            yield batch, (BATCH, batch.id[1])
 
     def _holds(self, call: ServerCall) -> bool:
         """Let a call wait if its object is paused; return whether it does."""
-        _, queue = self._queues.get(id(_object_of(call)), (None, None))
-        if queue is None or queue.pause is None or call.is_cancelled:
+        found = self._paused.get(id(_object_of(call)))
+        if found is None or found.queue.pause is None or call.is_cancelled:
             return False
         batches = () if call.scope is None else call.scope.batches
-        if queue.pause in batches or (batches and not queue.is_entered):
+        if found.queue.pause in batches:
             return False
-        queue.add_call(call)
-        call.leave_batch = partial(queue.remove_call, call)
+        if not found.queue.is_entered and found.mark in batches:
+            self._let_pass(found, call)
+            return False
+        found.queue.add_call(call)
+        call.leave_batch = partial(found.queue.remove_call, call)
         return True
 
 
@@ -129,3 +201,10 @@ def _object_of(call: ServerCall) -> Any:
             return find_object(key)
     function = call.function
     return function.__self__ if type(function) is MethodType else None
+
+
+def _batches_of(instance: Any) -> list[Any]:
+    """Return the running batches of an object's methods; each has an `id` and `is_finished`."""
+    functions = (each for cls in type(instance).__mro__ for each in vars(cls).values())
+    batched = [each for each in functions if hasattr(type(each), "__aiorpc_running__")]
+    return [batch for each in batched for batch in each.__aiorpc_running__(instance)]

@@ -84,7 +84,7 @@ class Server:
         self.on_message = observer.on_message
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
-        self.pauses = Pauses(self._executor, self._open_calls)
+        self.pauses = Pauses(self._executor, self.sessions.open_calls)
         dispatcher = Dispatcher(members.name, self._executor, exports)
         self.start_calls = dispatcher.start_calls
         self.start_payload_call = dispatcher.start_payload_call
@@ -97,9 +97,6 @@ class Server:
 
     def __repr__(self) -> str:
         return f"<Server {self.name}: {len(self.sessions.open_calls())} running>"
-
-    def _open_calls(self) -> list[ServerCall]:
-        return [*self.sessions.open_calls(), *self._torch_calls]
 
     def set_device_routes(self, routes: DeviceRoutes) -> None:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""

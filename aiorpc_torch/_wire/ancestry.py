@@ -43,8 +43,15 @@ _running: ContextVar[CallKey | None] = ContextVar("aiorpc_running_call", default
 note_call = _running.set
 """Make this context a part of a call. A function of C: every call does."""
 
-awaited: dict[CallKey, BatchId] = {}
-"""The calls of this worker that a pause waits for, as ancestors of the calls that they make."""
+running_call = _running.get
+"""Return the key of the call or batch that this context is a part of, None if it is of none."""
+
+BATCH = "batch"
+"""In place of a session in the key of a batch."""
+
+awaited: dict[CallKey, set[BatchId]] = {}
+"""The calls of this worker that pauses wait for, with the marks of these: what they call has the
+marks as ancestors."""
 
 
 def new_batch() -> BatchId:
@@ -78,9 +85,8 @@ def ancestor_batches() -> frozenset[BatchId]:
     found = _scopes.get()
     if not found and not awaited:  # the common case, on each call
         return NO_BATCHES
-    own = awaited.get(_running.get() or _NO_CALL)
-    here = NO_BATCHES if own is None else frozenset((own,))
-    return here.union(*(scope.batches for scope in found if scope.is_open()))
+    own = awaited.get(_running.get() or _NO_CALL, ())
+    return NO_BATCHES.union(own, *(scope.batches for scope in found if scope.is_open()))
 
 
 _NO_CALL: CallKey = None, -1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from aiorpc_torch._batching.collate import Collation
 from aiorpc_torch._batching.cuda_collate import CudaCollator
 from aiorpc_torch._batching.function import BatchFunction
 from aiorpc_torch._torch import agent
@@ -132,7 +133,9 @@ def test_without_an_order_of_batches(
         await asyncio.sleep(0)
         return items
 
-    batches = BatchFunction(function, is_method=False, stacked=False, device="cuda")
+    collation = Collation(device="cuda")
+    batches = BatchFunction(function, is_method=False, collation=collation)
+    batches._stacked = False  # what is stacked would need a device
     assert asyncio.run(batches.run(None, [(1,)])) == [1]
     assert waits_in(streams) == waits
 

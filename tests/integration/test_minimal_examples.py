@@ -10,7 +10,7 @@ from tests.support import guides
 from tests.support.example_programs import ROOT
 
 OUTPUT = {
-    "actor_learner": ["better than at first: True", "best arm: 2"],
+    "actor_learner": ["better than at first: True"],
     "attach": ["trainer0 1.5", "trainer1 1.5"],
     "batching": ["1280 calls, fewer batches: True"],
     "first_call": [

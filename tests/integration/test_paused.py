@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import Group, RRef, call, create, paused, remote, supervised
+from aiorpc_torch import Group, RRef, WorkerLost, call, create, paused, remote, supervised
 from aiorpc_torch.testing import kill, world
 
 LONG = 60.0
@@ -50,16 +50,73 @@ async def test_a_holder_that_is_killed() -> None:
 
 @pytest.mark.promise("limits.paused")
 async def test_a_worker_that_is_killed_while_its_object_is_paused() -> None:
-    """The block goes on with the others; a supervised object is made again and not paused."""
-    async with world(["a", "b"], max_restarts=1), asyncio.timeout(LONG):
+    """The block goes on with the others, and is told at its end. A supervised object is made again
+    and not paused."""
+    async with world(["a", "b"], max_restarts=2), asyncio.timeout(LONG):
         counter = await create("a", Counter)
         made = await supervised("b", Counter)
-        async with paused(Group([counter, made])):
-            assert await remote(made).add() == 1
-            kill("b")
-            assert await remote(made, retries=1).add() == 1
-            assert await remote(counter).add() == 1
+
+        async def lose_one() -> None:
+            async with paused(Group([counter, made])):
+                assert await remote(made).add() == 1
+                kill("b")
+                assert await remote(made, retries=1).add() == 1
+                assert await remote(counter).add() == 1
+
+        with pytest.raises(WorkerLost):
+            await lose_one()
         assert await remote(counter).add() == 2
+        kill("b")
+        with pytest.raises(WorkerLost):
+            await remote(made).add()
+        async with paused(made):  # it waits until it is there
+            assert await remote(made).add() == 1
+
+
+class Peer:
+    """It calls another one while it runs."""
+
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        peers.append(self)
+
+    async def ask(self, other: RRef[Any]) -> str:
+        await self.goes_on.wait()
+        return await remote(other).answer()  # type: ignore[no-any-return]
+
+    async def answer(self) -> str:
+        return "answer"
+
+
+peers: list[Peer] = []
+
+
+async def let_all() -> None:
+    for each in peers:
+        each.goes_on.set()
+
+
+@pytest.mark.promise("limits.paused")
+@pytest.mark.parametrize("workers", [("a", "b"), ("b", "a"), ("a", "a")])
+async def test_members_that_call_each_other(workers: tuple[str, str]) -> None:
+    """What runs of one calls another one, which the holder has paused before."""
+    async with world(["a", "b"]), asyncio.timeout(LONG):
+        one, other = [await create(each, Peer) for each in workers]
+        asking = asyncio.ensure_future(remote(one).ask(other))
+        await asyncio.sleep(0)
+        entered = asyncio.Event()
+
+        async def pause() -> None:
+            async with paused(Group([one, other])):
+                entered.set()
+
+        pausing = asyncio.ensure_future(pause())
+        done, _ = await asyncio.wait([pausing], timeout=0.3)
+        assert not done
+        await call(workers[0], let_all)
+        assert await asking == "answer"
+        await pausing
+        assert entered.is_set()
 
 
 @pytest.mark.promise("limits.paused")
