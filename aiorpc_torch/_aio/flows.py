@@ -11,14 +11,16 @@ import socket
 import struct
 from typing import NamedTuple
 
-_TCP_INFO = struct.Struct("=24xI28xI60xQ")  # the start of Linux's `struct tcp_info`
+_TCP_INFO = struct.Struct("=16xI4xI28xI60xQ16xI80xI")  # the start of Linux's `struct tcp_info`
+_NEEDED = 128  # bytes of it: older systems have no more
 
 
 class FlowInfo(NamedTuple):
     """The state of a TCP connection, in the kernel's counters."""
 
-    unacknowledged: int
-    """Packets that are sent and not acknowledged."""
+    is_missing: bool
+    """Whether bytes are sent and not acknowledged, or not sent although the other end has room: a
+    firewall of this machine drops them."""
     unheard: float
     """Seconds since the last acknowledgement."""
     acknowledged: int
@@ -33,10 +35,12 @@ def read_flow(sock: socket.socket) -> FlowInfo | None:
         data = sock.getsockopt(socket.IPPROTO_TCP, option, _TCP_INFO.size)
     except OSError:
         return None
-    if len(data) < _TCP_INFO.size:
+    if len(data) < _NEEDED:
         return None
-    unacknowledged, unheard, acknowledged = _TCP_INFO.unpack(data)
-    return FlowInfo(unacknowledged, unheard / 1000, acknowledged)
+    found = _TCP_INFO.unpack(data.ljust(_TCP_INFO.size, b"\0"))
+    packet, unacknowledged, unheard, acknowledged, unsent, room = found
+    is_missing = unacknowledged > 0 or 0 < min(unsent, packet) <= room
+    return FlowInfo(is_missing, unheard / 1000, acknowledged)
 
 
 class Flow:
@@ -52,7 +56,7 @@ class Flow:
         What has arrived of the bytes behind them does not count: on a path that drops large
         packets, small ones arrive.
         """
-        if not info.unacknowledged:
+        if not info.is_missing:
             self._since = None
             return 0.0
         if self._since is None or info.acknowledged != self._acknowledged:

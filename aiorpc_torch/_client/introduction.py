@@ -15,7 +15,7 @@ from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint import entry_points
 from .._peers.peers import Peer, Peers
-from .._port.dialer import Dialer
+from .._port.dialer import Address, Dialer
 from .._port.tls import TlsError
 from .._text import printable
 from .._torch.transport import classify_error, send, wrap_future
@@ -34,9 +34,6 @@ from .._wire.handshake import (
 from .._wire.plain import dump
 from ..errors import WorkerLeft, WorkerUnreachable
 from .tensor_dialing import dial_in_thread
-
-Address = str | tuple[str, int]
-"""The name of an abstract Unix socket, or host and port."""
 
 Start = Callable[[asyncio.Transport, bytes], None]
 """Starts a connection on its transport, with the first bytes that were received."""
@@ -238,7 +235,8 @@ async def _dial(
         else:
             transport, protocol = await loop.create_connection(factory, *address)
     try:
-        await _wait_for_proof(protocol.proven, introduce)
+        with contextlib.nullcontext() if dialer is None else dialer.explaining(address):
+            await _wait_for_proof(protocol.proven, introduce)
     except BaseException:
         transport.abort()
         raise

@@ -18,7 +18,7 @@ from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers, reason_of
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
-from .._torch.rrefs import owner_name, past_ids, split_past_name
+from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 from .connection import Connection
@@ -384,6 +384,7 @@ def _is_closed(loop: asyncio.AbstractEventLoop | None) -> bool:
     return loop is None or loop.is_closed()
 
 
+WORLD_ENDED = "this worker has left its world"
 AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.init_rpc"
 
 
@@ -421,6 +422,6 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         owner = owner_name(worker) if past_ids else _owner_name(worker)
     except RuntimeError as exc:
         if is_own_end(str(exc)):
-            raise NotInWorld(AGENT_ENDED) from None
+            raise NotInWorld(AGENT_ENDED if is_adopted() else WORLD_ENDED) from None
         owner = owner_name(worker)  # its process has left torch's group
     return pool.connection(owner)

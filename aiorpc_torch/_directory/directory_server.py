@@ -41,6 +41,7 @@ log = logging.getLogger("aiorpc_torch")
 
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
 MAX_KNOWN = 1 << 26  # bytes of one that is asked what it knows: it lists all members
+MAX_UNSENT = 1 << 23  # bytes to a worker that does not read; before further ones it is closed
 MAX_STRANGERS = 256  # connections that are no member's; beyond it one is closed
 REGISTER_TIMEOUT = 5.0  # seconds
 RENEWALS = 4  # of the claim in the time of its lease
@@ -196,7 +197,11 @@ class DirectoryServer:
             if (stream := self._streams.get(number)) is not None:
                 if isinstance(message, Recall):
                     stream.limit = MAX_KNOWN
-                stream.write(data)
+                if stream.unsent <= MAX_UNSENT:
+                    stream.write(data)
+                else:  # a member connects again, and gets all that it has missed
+                    log.warning("the directory closes a connection that reads nothing")
+                    stream.abort()
 
     def close_connection(self, connection: int) -> None:
         """Close the connection of a process that was replaced."""

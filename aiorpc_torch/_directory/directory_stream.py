@@ -71,6 +71,11 @@ class Stream(Generic[M]):
         """Return whether neither end has closed the connection, as far as is known."""
         return not self._writer.is_closing() and not self._reader.at_eof()
 
+    @property
+    def unsent(self) -> int:
+        """Return the number of bytes that the system has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
     def write(self, data: bytes) -> None:
         """Send bytes, after all that was sent before."""
         if not self._writer.is_closing():

@@ -144,7 +144,9 @@ class Registry:
         try:
             while self._members.is_here(peer) and not await self._ask_once(peer, name):
                 pass
-        except RpcError as exc:  # it has left, or does not return
+        # It has left, or does not return. Or it was lost as its answer came, with an object of it:
+        # its return is a change, and it is asked again.
+        except (RpcError, ReferenceError) as exc:
             log.debug("%s: no answer from %r on %r: %r", self._members.name, peer, name, exc)
 
     async def _ask_once(self, peer: str, name: str) -> bool:
@@ -209,6 +211,8 @@ class Registry:
         except RpcError as exc:  # it has left, or does not return
             log.debug("%s does not tell %r of %r: %r", self._members.name, *key[::-1], exc)
             self._watchers.pop(key, None)
+        except ReferenceError as exc:  # as in `_ask`: it asks again
+            log.debug("%s does not tell %r of %r: %r", self._members.name, *key[::-1], exc)
         finally:
             self._telling.discard(key)
 

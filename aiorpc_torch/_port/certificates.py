@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from .._aio.awaited import blocking_on
 from .._aio.regular_files import read_regular
-from .._aio.threads import ThreadCache
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -28,8 +27,6 @@ WARNING_TIME = 7 * 86400.0  # seconds before the end of a certificate
 WARNING_INTERVAL = 86400.0  # seconds between two warnings of one file
 
 _IGNORE_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for
-
-_threads = ThreadCache("aiorpc-tls")
 
 Path = str | os.PathLike[str]
 
@@ -141,7 +138,7 @@ class Certificate:
                 done.set()
 
         try:
-            _threads(work)
+            threading.Thread(target=work, name="aiorpc-tls", daemon=True).start()
         except RuntimeError:  # the system has no more threads
             self._is_looking = False
         else:

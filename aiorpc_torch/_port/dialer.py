@@ -6,11 +6,15 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .port import connect
 from .purposes import CALLS, TENSORS, preface, server_name
 from .tls import Tls
+
+Address = str | tuple[str, int]
+"""The name of an abstract Unix socket, or host and port."""
 
 
 class Dialer:
@@ -18,6 +22,12 @@ class Dialer:
 
     def __init__(self, tls: Tls | None) -> None:
         self.tls = tls
+
+    def explaining(self, address: Address) -> AbstractContextManager[None]:
+        """Raise `TlsError` if the other end refuses the certificate, as a client learns later."""
+        if self.tls is None or isinstance(address, str):
+            return nullcontext()
+        return self.tls.explaining(_name(address))
 
     async def transport(
         self, protocol: Callable[[], Any], address: tuple[str, int]

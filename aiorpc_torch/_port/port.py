@@ -2,7 +2,9 @@
 
 A user's event loop that is blocked delays no introduction, ping or message of torch's RPC, since
 they pass here. Connections for calls and tensors do not: their sockets are handed over as soon as
-their first bytes tell what they are for. (tests/unit/port/test_port.py)
+their first bytes tell what they are for. Those for calls by TLS are handed over after the
+handshake, which costs a user's loop as much as several calls, and strangers ask for many.
+(tests/unit/port/test_port.py)
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -57,8 +60,9 @@ judges silence."""
 
 _SILENCE = {DIRECTORY: DIRECTORY_SILENCE, TORCH: TORCH_SILENCE}
 
-Accepted = Callable[[socket.socket], object]
-"""Takes a connected socket, on the event loop of the port."""
+Accepted = Callable[..., object]
+"""Takes a connected socket, on the event loop of the port. For calls by TLS it takes the settings
+too by which asyncio uses that socket."""
 
 
 class Port:
@@ -218,8 +222,12 @@ class Port:
                 purpose = await self._purpose_of(accepted)
                 if only not in (None, purpose):
                     raise ValueError(f"only a {only} is here")
-                if purpose in (CALLS, TENSORS):
+                if purpose == TENSORS or (purpose == CALLS and self.tls is None):
                     self._handler(purpose)(accepted)
+                    return
+                if purpose == CALLS:
+                    handler = self._handler(purpose)
+                    handler(accepted, (await self._secured(accepted)).settings())
                     return
                 stream = await self._proven(accepted)
                 local = await self._local_end(purpose)
@@ -256,11 +264,16 @@ class Port:
         return purpose
 
     async def _proven(self, accepted: socket.socket) -> PlainStream:
-        if self.tls is None:
-            return PlainStream(accepted)
+        return PlainStream(accepted) if self.tls is None else await self._secured(accepted)
+
+    async def _secured(self, accepted: socket.socket) -> TlsStream:
+        assert self.tls is not None
         stream = TlsStream(accepted, self.tls.server)
         with self.tls.explaining("the other end"):
-            await stream.handshake()
+            try:
+                await stream.handshake()
+            except ssl.SSLEOFError as exc:
+                raise ConnectionResetError("it has ended") from exc
         return stream
 
     async def _local_end(self, purpose: str) -> socket.socket:

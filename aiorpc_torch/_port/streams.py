@@ -9,7 +9,8 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -59,6 +60,13 @@ class TlsStream(PlainStream):
         """
         await self._step(self._tls.do_handshake)
 
+    def settings(self) -> ssl.SSLContext:
+        """Return settings by which asyncio goes on with the socket, on any event loop.
+
+        This object is not used any more then.
+        """
+        return _Settings(partial(_GoingOn, self._tls, self._received, self._unsent))
+
     async def receive(self, limit: int = CHUNK) -> bytes:
         try:
             return await self._step(lambda: self._read(limit))
@@ -99,6 +107,65 @@ class TlsStream(PlainStream):
         if self._unsent.pending:
             async with self._sending:
                 await self._loop.sock_sendall(self.sock, self._unsent.read())
+
+
+class _Settings(ssl.SSLContext):
+    """Settings of one connection whose handshake is done: asyncio has no other way to get it."""
+
+    _go_on: Callable[[ssl.MemoryBIO, ssl.MemoryBIO], Any]
+
+    def __new__(cls, *_: object) -> "_Settings":
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, go_on: Callable[[ssl.MemoryBIO, ssl.MemoryBIO], Any]) -> None:
+        self._go_on = go_on
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: Any, **__: Any) -> Any:
+        return self._go_on(incoming, outgoing)
+
+
+class _GoingOn:
+    """An `ssl.SSLObject` after its handshake, with the buffers of asyncio before its own."""
+
+    def __init__(
+        self,
+        tls: ssl.SSLObject,
+        received: ssl.MemoryBIO,
+        unsent: ssl.MemoryBIO,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+    ) -> None:
+        self._tls, self._received, self._unsent = tls, received, unsent
+        self._incoming, self._outgoing = incoming, outgoing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tls, name)
+
+    def do_handshake(self) -> None:
+        """Return at once: it is done."""
+
+    def pending(self) -> int:
+        """Return how many bytes may be read: uvloop reads no more often than this is true."""
+        return self._tls.pending() + self._received.pending
+
+    def read(self, *args: Any) -> Any:
+        if self._incoming.pending:
+            self._received.write(self._incoming.read())
+        return self._step(self._tls.read, *args)
+
+    def write(self, data: Any) -> int:
+        return self._step(self._tls.write, data)
+
+    def unwrap(self) -> Any:
+        self._received.write(self._incoming.read())
+        return self._step(self._tls.unwrap)
+
+    def _step(self, step: Callable[..., T], *args: Any) -> T:
+        try:
+            return step(*args)
+        finally:
+            if self._unsent.pending:
+                self._outgoing.write(self._unsent.read())
 
 
 async def splice(one: PlainStream, other: PlainStream) -> None:

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import secrets
 import socket
+import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,6 @@ from .._peers.peers import Peer
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
 from .._port.strangers import LEFT, Strangers, host_of
-from .._port.tls import Tls
 from .._wire.handshake import (
     CALLS,
     HELLO,
@@ -52,8 +52,8 @@ AcceptSocket = Callable[[Party, int, int, socket.socket], None]
 """Takes a socket for tensors of that connection, and its purpose."""
 
 
-_Handed = tuple[Callable[[socket.socket], object], socket.socket]
-"""A connection that the port has accepted, and what takes it."""
+_Handed = tuple[Callable[[], object], socket.socket]
+"""What takes a connection that the port has accepted, and its socket."""
 
 
 class Listener:
@@ -111,12 +111,14 @@ class Listener:
 
     def _serve_at(self, port: Port) -> None:
         """Take connections at the worker's one port."""
-        port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open_at_port))
+        port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open))
         if port.tls is not None:
             self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
             port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
 
-    def _hand_over(self, take: Callable[[socket.socket], object], accepted: socket.socket) -> None:
+    def _hand_over(
+        self, take: Callable[..., object], accepted: socket.socket, *settings: ssl.SSLContext
+    ) -> None:
         """Take a connection on the loop. Called in the port's thread.
 
         While the loop is blocked only so many wait, as in the backlog of a socket that listens.
@@ -124,7 +126,7 @@ class Listener:
         if self._is_closed:  # the loop may run no more
             accepted.close()
             return
-        self._handed.append((take, accepted))
+        self._handed.append((partial(take, accepted, *settings), accepted))
         if len(self._handed) > MAX_UNPROVEN and (oldest := self._next_handed()) is not None:
             oldest[1].close()
         call_soon(self._loop, self._take_handed)
@@ -141,43 +143,19 @@ class Listener:
             if self._is_closed:
                 accepted.close()
             else:
-                take(accepted)
+                take()
 
-    def _open_at_port(self, accepted: socket.socket) -> None:
-        assert self._port is not None
-        if self._port.tls is None:
-            self._open(accepted)
-            return
-        host = host_of(accepted)
-        opening = self._start(accepted, self._secure(accepted, host, self._port, self._port.tls))
-        self._unproven.add(opening, host, opening.cancel)
-
-    async def _secure(self, accepted: socket.socket, host: str, port: Port, tls: Tls) -> None:
-        options: dict[str, Any] = {"ssl": tls.server, "ssl_handshake_timeout": PROOF_TIMEOUT}
-        try:
-            with tls.explaining("the caller"):
-                await self._loop.connect_accepted_socket(
-                    lambda: _Unproven(self), accepted, **options
-                )
-        except OSError as exc:
-            port.log_refusal(host, exc)
-            raise
-
-    def _open(self, accepted: socket.socket) -> None:
-        self._start(accepted, self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted))
-
-    def _start(
-        self, accepted: socket.socket, coroutine: Coroutine[Any, Any, Any]
-    ) -> asyncio.Task[Any]:
+    def _open(self, accepted: socket.socket, settings: ssl.SSLContext | None = None) -> None:
         accepted.setblocking(False)
-        opening = self._loop.create_task(coroutine)
+        make = partial(_Unproven, self)
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(make, accepted, ssl=settings)
+        )
         self._opening[opening] = accepted
         opening.add_done_callback(self._on_opened)
-        return opening
 
     def _on_opened(self, opening: asyncio.Task[Any]) -> None:
         accepted = self._opening.pop(opening)
-        self._unproven.remove(opening)
         if opening.cancelled() or opening.exception() is not None:
             accepted.close()
 

@@ -40,6 +40,7 @@ _OWN_END = (
     "pipe closed (",
     "RPC is no longer running on this node",
     "RPC has not been initialized",
+    "Current RPC agent is not set",
 )
 
 # libuv's texts for an attempt to connect that fails.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -380,6 +381,28 @@ async def test_a_path_that_carries_nothing() -> None:
                 assert "lost" not in await node.hears("changes")
                 code, errors = await node.end()
                 assert code == 0, errors
+
+
+@pytest.mark.promise("worlds.path")
+async def test_a_firewall_of_this_machine_drops_a_connection(
+    machines: tuple[Machine, Machine],
+) -> None:
+    """Its packets are not sent at all, so none lacks an acknowledgement. It ends all the same."""
+    if shutil.which("iptables") is None:
+        pytest.skip("no iptables here")
+    async with both(machines, "paths", rounds=1, init_method=WHERE, interface=LINK) as nodes:
+        for node in nodes:
+            await node.hears("ready")
+        machines[0].drop(await nodes[0].hears("port"))
+        nodes[0].tell()
+        await check_path(nodes[0], is_large=False)
+        nodes[0].tell()
+        for node in nodes:
+            node.tell()
+        for node in nodes:
+            assert "lost" not in await node.hears("changes")
+            code, errors = await node.end()
+            assert code == 0, errors
 
 
 @pytest.mark.promise("worlds.closed")

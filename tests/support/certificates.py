@@ -33,7 +33,15 @@ class Authority:
         """
         cert, key, request = (str(self.folder / f"{name}.{end}") for end in ("pem", "key", "csr"))
         openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-        signed = ("-CA", str(self.ca), "-CAkey", self._key, "-CAcreateserial", "-days", str(days))
+        signed: tuple[str, ...] = (
+            "-CA",
+            str(self.ca),
+            "-CAkey",
+            self._key,
+            "-CAcreateserial",
+            "-days",
+            str(days),
+        )
         if is_named:
             names = self.folder / f"{name}.names"
             names.write_text(f"subjectAltName=DNS:{name}")

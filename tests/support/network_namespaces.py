@@ -89,6 +89,11 @@ class Machine:
     def plug(self) -> None:
         self.ip("link", "set", LINK, "up")
 
+    def drop(self, port: int) -> None:
+        """Its firewall drops what it sends from that port."""
+        rule = ["-A", "OUTPUT", "-p", "tcp", "--sport", str(port), "-j", "DROP"]
+        subprocess.run(self.inside("iptables", *rule), check=True, timeout=PATIENCE)
+
     def close(self) -> None:
         with self._keeper:
             self._keeper.kill()

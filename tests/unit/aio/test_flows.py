@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -71,6 +72,41 @@ def test_a_process_that_does_not_read(ends: tuple[socket.socket, socket.socket])
     assert longest < 1.0
 
 
+class Told:
+    """A socket of which the kernel tells these fields, by their place in `struct tcp_info`."""
+
+    def __init__(self, size: int, **fields: int) -> None:
+        self._data = bytearray(size)
+        for name, value in fields.items():
+            if PLACES[name] < size:
+                struct.pack_into("=I", self._data, PLACES[name], value)
+
+    def getsockopt(self, _: int, __: int, size: int) -> bytes:
+        return bytes(self._data[:size])
+
+
+PLACES = {"packet": 16, "unacknowledged": 24, "unsent": 144, "room": 228}
+
+
+@pytest.mark.parametrize(
+    ("told", "is_missing"),
+    [
+        (Told(248, packet=1448), False),
+        (Told(248, packet=1448, unacknowledged=1), True),
+        (Told(248, packet=1448, unsent=5000, room=65536), True),  # dropped on this machine
+        (Told(248, packet=1448, unsent=7, room=7), True),
+        (Told(248, packet=1448, unsent=5000, room=0), False),  # the other process does not read
+        (Told(248, packet=1448, unsent=5000, room=1000), False),
+        (Told(128, packet=1448, unacknowledged=1), True),  # older systems
+        (Told(128, packet=1448), False),
+    ],
+)
+def test_what_is_missing(told: Any, is_missing: bool) -> None:
+    info = read_flow(told)
+    assert info is not None
+    assert info.is_missing is is_missing
+
+
 def test_a_closed_socket() -> None:
     with socket.socket() as sock:
         pass
@@ -87,7 +123,7 @@ def test_silence_is_the_time_without_progress(each: list[tuple[float, int, int]]
     was_missing = False
     for pause, missing, progress in each:
         now, arrived = now + pause, arrived + progress
-        found = flow.silence(FlowInfo(missing, 0.0, arrived), now)
+        found = flow.silence(FlowInfo(missing > 0, 0.0, arrived), now)
         if not (missing and was_missing) or progress:
             since = now
         was_missing = missing > 0
@@ -99,6 +135,6 @@ def test_silence_grows(pauses: list[float]) -> None:
     flow, now, found = Flow(), 0.0, []
     for pause in pauses:
         now += pause
-        found.append(flow.silence(FlowInfo(1, 0.0, 7), now))
+        found.append(flow.silence(FlowInfo(True, 0.0, 7), now))
     assert found[0] == 0.0
     assert all(before < after for before, after in pairwise(found))

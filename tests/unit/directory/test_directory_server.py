@@ -100,6 +100,29 @@ STRANGERS: dict[str, bytes] = {
 
 
 @pytest.mark.promise("security.directory")
+async def test_a_worker_that_does_not_read(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory keeps so many bytes for it, and closes the connection. Others go on."""
+    monkeypatch.setattr(directory_server, "MAX_UNSENT", 1 << 16)
+    member = await place.register(0)
+    with place.server.connect() as deaf:  # of TCP the system ends one sooner or later
+        registered = encode(Register(Registration("w1", 1, 3, "1.0")))
+        deaf.settimeout(SOON)
+
+        def ask() -> None:
+            deaf.sendall(greeting() + registered)
+            while True:
+                deaf.sendall(encode(AskMissing()) * 1000)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.to_thread(ask)
+    assert "reads nothing" in caplog.text
+    member.send(AskMissing())
+    assert isinstance(await member.receive(), Missing)
+
+
+@pytest.mark.promise("security.directory")
 @pytest.mark.parametrize("what", STRANGERS)
 async def test_strangers(place: Place, what: str) -> None:
     """Their connections are closed, and the world goes on."""

@@ -154,6 +154,27 @@ async def test_a_peer_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) ->
     await drained(found)
 
 
+async def test_an_object_of_a_worker_that_is_lost_at_this_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot be read. The question and the news end without an error; its return asks again."""
+    found, _ = registry()
+    calls, table = Calls(monkeypatch), found._table
+    found.watch("env", lambda: None)
+    found.add_watcher("policy", A)
+    table.add("policy", object())  # type: ignore[arg-type]
+    await steps()
+    tasks = [*found._tasks]
+    for answer in calls.answers:
+        answer.set_exception(ReferenceError("an object of a worker that is lost"))
+    await steps()
+    assert [each.exception() for each in tasks] == [None, None]
+    found.on_change("a")
+    await steps()
+    assert calls[-1] == ("a", "env", "main", 9)
+    await drained(found)
+
+
 async def test_a_question_about_a_name_that_is_not_watched_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

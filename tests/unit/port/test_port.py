@@ -9,13 +9,14 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aiorpc_torch._aio.loops import await_on
 from aiorpc_torch._port import port as module
 from aiorpc_torch._port.port import Port
-from aiorpc_torch._port.purposes import CALLS, DIRECTORY, TORCH, preface, server_name
+from aiorpc_torch._port.purposes import CALLS, DIRECTORY, TENSORS, TORCH, preface, server_name
 from aiorpc_torch._port.streams import PlainStream
 from aiorpc_torch._port.tls import Tls, TlsError
 from tests.support.certificates import Authority
@@ -83,27 +84,37 @@ async def test_a_connection_passes(tls: Tls | None) -> None:
         await check_echo(near, far)
 
 
-async def test_a_connection_is_handed_over(tls: Tls | None) -> None:
-    """Nothing of what its owner has to read is missing."""
+@pytest.mark.parametrize("purpose", [CALLS, TENSORS])
+async def test_a_connection_is_handed_over(tls: Tls | None, purpose: str) -> None:
+    """Nothing of what its owner has to read is missing. That for calls has done its handshake."""
     with ports(tls) as (port,):
-        handed: asyncio.Queue[socket.socket] = asyncio.Queue()
+        handed: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        port.serve(CALLS, lambda found: loop.call_soon_threadsafe(handed.put_nowait, found))
+        port.serve(purpose, lambda *found: loop.call_soon_threadsafe(handed.put_nowait, found))
         with dial(port) as dialled:
             if tls is None:
-                dialled.sendall(preface(CALLS) + b"more")
+                dialled.sendall(preface(purpose) + b"more")
+            elif purpose == CALLS:
+                name = server_name(purpose)
+                with await asyncio.to_thread(tls.client.wrap_socket, dialled, server_hostname=name):
+                    async with asyncio.timeout(SOON):
+                        found, settings = await handed.get()
+                    found.close()
+                    assert isinstance(settings, ssl.SSLContext)
+                return
             else:
                 wrapped = tls.client.wrap_socket(
                     dialled,
-                    server_hostname=server_name(CALLS),
+                    server_hostname=server_name(purpose),
                     do_handshake_on_connect=False,
                 )
                 wrapped.setblocking(False)
                 with pytest.raises(ssl.SSLWantReadError):
                     wrapped.do_handshake()
             async with asyncio.timeout(SOON):
-                with await handed.get() as found:
-                    first = found.recv(4)
+                (found,) = await handed.get()
+            with found:
+                first = found.recv(4)
             assert first == (b"more" if tls is None else b"\x16\x03\x01" + first[3:])
             if tls is not None:
                 wrapped.close()

@@ -1,6 +1,7 @@
 """TLS over a socket pair, and the way between two sockets."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import socket
 import ssl
@@ -61,6 +62,51 @@ async def test_the_other_end_is_told_why_it_is_refused(tmp_path: Path) -> None:
         assert isinstance(found[1], ssl.SSLCertVerificationError)
         with pytest.raises(ssl.SSLError, match=r"(?i)alert unknown ca"):
             await near.receive()
+
+
+@pytest.mark.parametrize("module", ["asyncio", "uvloop"])
+def test_an_event_loop_goes_on(tmp_path: Path, module: str) -> None:
+    """Another one than that of the handshake: all that is sent arrives, both ways, and the end."""
+    tls = Authority(tmp_path).tls()
+    data = bytes(range(256)) * 16384
+    near, far = pair()
+
+    async def handshake() -> ssl.SSLContext:
+        stream = TlsStream(far, tls.server)
+        await stream.handshake()
+        return stream.settings()
+
+    async def echo(settings: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, far, ssl=settings)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        assert transport.get_extra_info("peercert")
+        received = b""
+        while len(received) < len(data):
+            received += await reader.read(1 << 18)
+            await asyncio.sleep(0)
+        writer.write(received)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    def be_client() -> bytes:
+        near.setblocking(True)
+        with tls.client.wrap_socket(near, server_hostname="calls.aiorpc") as wrapped:
+            wrapped.sendall(data)
+            received = b""
+            while part := wrapped.recv(1 << 18):
+                received += part
+            return received
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        client = thread.submit(be_client)
+        settings = asyncio.run(handshake())
+        with asyncio.Runner(loop_factory=pytest.importorskip(module).new_event_loop) as runner:
+            runner.run(echo(settings))
+        assert client.result(30.0) == data
 
 
 async def test_splice() -> None:

@@ -6,10 +6,12 @@ import os
 import resource
 import select
 import socket
+import ssl
 import struct
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from aiorpc_torch._aio import acceptor
 from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.port import Port
-from aiorpc_torch._port.purposes import CALLS, preface
+from aiorpc_torch._port.purposes import CALLS, preface, server_name
 from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
 from aiorpc_torch._torch.agent import PeerInfo
@@ -30,6 +32,7 @@ from aiorpc_torch._wire.handshake import (
     new_nonce,
     number_for,
 )
+from tests.support.certificates import Authority
 
 
 def listen(host: str | None = None, port: Port | None = None) -> Listener:
@@ -248,6 +251,26 @@ async def test_a_caller_that_is_gone_before_it_is_accepted(
         assert len(await asyncio.to_thread(dialled.recv, 64)) == NONCE
     listening.close()
     assert not caplog.records
+
+
+@pytest.mark.promise("security.tls")
+async def test_handshakes_of_strangers_while_the_loop_is_blocked(tmp_path: Path) -> None:
+    """The port does them: without a certificate nothing reaches the loop."""
+    tls = Authority(tmp_path).tls()
+    port = Port("127.0.0.1", 0, tls)
+    listening = listen(port=port)
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+    name = server_name(CALLS)
+    for _ in range(3):  # all of this blocks the loop
+        with plain.wrap_socket(dial(listening), server_hostname=name) as stranger:
+            with pytest.raises(ssl.SSLError, match="certificate required"):
+                stranger.recv(1)
+    assert not listening._handed
+    with tls.client.wrap_socket(dial(listening), server_hostname=name) as member:
+        assert len(await asyncio.to_thread(member.recv, 64)) == NONCE
+    listening.close()
+    await asyncio.to_thread(port.close)
 
 
 @pytest.mark.promise("security.strangers")

@@ -1,10 +1,11 @@
 """Errors of torch's transport, by name."""
 
 import pytest
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch._torch import rrefs
-from aiorpc_torch._torch.transport import classify_error
+from aiorpc_torch._torch.transport import classify_error, is_own_end
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,10 @@ def test_a_connection_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> No
     broken = RuntimeError("ECONNRESET: connection reset by peer (tensorpipe/transport/uv/uv.h:297)")
     error = classify_error(broken, "ps", "uv://10.0.0.2:39318")
     assert str(error) == "worker 'ps' is lost: its connection has ended: connection reset by peer"
+
+
+def test_the_end_of_torch_in_this_process() -> None:
+    """Also as the owner of an RRef is asked for, once the agent is gone."""
+    with pytest.raises(RuntimeError) as caught:
+        rpc._get_current_rpc_agent()  # type: ignore[attr-defined]
+    assert is_own_end(str(caught.value))
