@@ -24,6 +24,12 @@ POLLS = 0.001, 0.02  # shortest and longest time between two looks at the calls 
 PATIENCE = 2.0  # without an end, after which calls pass: those that run may wait for one
 
 
+_OWN_PAUSE = (
+    "a method of an object with a limit cannot pause it: the pause would wait for calls that wait "
+    "for the turn of the method"
+)
+
+
 class _PausedObject:
     """An object, its pauses, and what runs of it while one begins."""
 
@@ -78,11 +84,6 @@ class Pauses:
         if found is not None and found.queue.pause in ancestor_batches():  # of the same holder
             yield found.queue.pause
             return
-        if own is not None and is_limited(instance):
-            raise RuntimeError(
-                "a method of an object with a limit cannot pause it: calls that wait for its turn "
-                "are among those that a pause waits for"
-            )
         pause = new_batch()
         found = self._paused.setdefault(id(instance), _PausedObject(instance))
         self._executor.holds = self._holds
@@ -94,6 +95,8 @@ class Pauses:
             for running, key in self._running(instance):
                 if key != own:
                     found.add(running, key)
+                elif is_limited(instance):
+                    raise RuntimeError(_OWN_PAUSE)
             await self._wait_for_calls(found)
             if enters:
                 found.queue.enter()

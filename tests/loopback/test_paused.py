@@ -263,3 +263,56 @@ async def test_what_cannot_be_paused() -> None:
     with pytest.raises(TypeError, match=r"paused takes an RRef, a supervised object or a group"):
         async with paused([1]):
             pass
+
+
+class SelfPausing(Learner):
+    async def checkpoint(self, rref: RRef[Any]) -> list[str]:
+        async with paused(rref):
+            self.log.append("checkpoint")
+            await remote(rref).note("inside")
+            return [*self.log]
+
+
+@aiorpc.exclusive
+class ExclusivePausing(SelfPausing):
+    pass
+
+
+@pytest.mark.promise("limits.paused")
+async def test_a_method_that_pauses_its_own_object() -> None:
+    """It waits for the others. In an exclusive object these wait for it."""
+    rref = RRef(SelfPausing())
+    running = start(remote(rref).work("running"))
+    await until(lambda: rref.local_value().log)
+    pausing = start(remote(rref).checkpoint(rref))
+    await settle()
+    assert not pausing.done()
+    rref.local_value().gate("running").set()
+    assert await pausing == ["running", "running ended", "checkpoint", "inside"]
+    assert await running == "running"
+    exclusive = RRef(ExclusivePausing())
+    with pytest.raises(RuntimeError, match="a method of an object with a limit cannot pause it"):
+        await remote(exclusive).checkpoint(exclusive)
+    async with paused(exclusive):
+        assert await remote(rref).checkpoint(rref)  # of another object
+    assert await remote(exclusive).note("after") == "after"
+
+
+@pytest.mark.promise("limits.paused")
+async def test_a_batch_whose_callers_have_left_ends_first() -> None:
+    own = Learner()
+    rref = RRef(own)
+    caller = start(remote(rref).batch("left"))
+    await until(lambda: own.log)
+    caller.cancel()
+    await asyncio.wait([caller])
+
+    async def pause() -> list[str]:
+        async with paused(rref):
+            return [*own.log]
+
+    pausing = start(pause())
+    await asyncio.sleep(0.05)
+    assert not pausing.done()
+    own.gate("batch").set()
+    assert await pausing == ["batch of 1", "batch ended"]
