@@ -45,11 +45,10 @@ async def paused(objects: Any) -> AsyncIterator[None]:
     order when the block ends, or its worker is lost. A pause of an object that is paused already
     waits too; inside the block of its own holder it begins at once.
 
-    A call that the block waits for may make calls of the objects: these run before it, too. If it
-    waits for a call of another worker that was made before the pause and calls one of the objects,
-    they wait for each other. So all calls that have waited run before the block if no call has
-    ended for two seconds, and for twice as long the next time. Set a deadline where two sides may
-    wait for each other, as for `exclusive`.
+    A call that the block waits for may make calls of the objects: these run before it, too. Or it
+    waits for another worker, whose call of an object waits for the block. So all calls that have
+    waited run before the block if no call has ended for two seconds, and for twice as long the next
+    time. Set a deadline where two sides may wait for each other, as for `exclusive`.
 
     Calls that the process of an object makes directly, as plain Python, and those of plain torch
     clients do not wait.

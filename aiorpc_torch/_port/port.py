@@ -3,7 +3,7 @@
 A user's event loop that is blocked delays no introduction, ping or message of torch's RPC, since
 they pass here. Connections for calls and tensors do not: their sockets are handed over as soon as
 their first bytes tell what they are for. Those for calls by TLS are handed over after the
-handshake, which costs a user's loop as much as several calls, and strangers ask for many.
+handshake. It costs as much as several calls, and strangers may ask for many.
 (tests/unit/port/test_port.py)
 """
 
