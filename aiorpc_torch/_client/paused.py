@@ -47,8 +47,8 @@ async def paused(objects: Any) -> AsyncIterator[None]:
 
     A call that the block waits for may make calls of the objects: these run before it, too. Or it
     waits for another worker, whose call of an object waits for the block. So all calls that have
-    waited run before the block if no call has ended for two seconds, and for twice as long the next
-    time. Set a deadline where two sides may wait for each other, as for `exclusive`.
+    waited run before the block if no call has ended for two seconds. The next time it is twice as
+    long. Set a deadline where two sides may wait for each other, as for `exclusive`.
 
     Calls that the process of an object makes directly, as plain Python, and those of plain torch
     clients do not wait.
