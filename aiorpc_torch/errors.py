@@ -89,7 +89,8 @@ class WorkerGone(RpcError, ConnectionError):
             None if no call is concerned.
         may_have_run: False if the call was not sent.
         may_return: True if the worker may answer later calls: it was lost, and may be alive or be
-            replaced, or only a connection to it was closed.
+            replaced, or only a connection to it was closed. False for one that has left, though
+            another process may be started under its name.
     """
 
     may_return = False

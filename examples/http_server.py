@@ -5,7 +5,7 @@ SIGHUP it restarts the workers one after another; none of the requests fails. `-
 requests, and restarts the workers meanwhile.
 
     curl -d '{"x": [0.1, 0.2, 0.3, 0.4]}' localhost:8080/infer
-    curl localhost:8080/generate?length=20
+    curl 'localhost:8080/generate?length=20'
 """
 
 import argparse
@@ -65,17 +65,30 @@ class Front:
         return app
 
     async def infer(self, request: web.Request) -> web.Response:
-        x = torch.tensor((await request.json())["x"])
+        try:
+            x = torch.tensor((await request.json())["x"], dtype=torch.float32).reshape(4)
+        except (KeyError, TypeError, ValueError, RuntimeError) as exc:
+            raise web.HTTPBadRequest(text="expected {'x': [four numbers]}") from exc
         with aiorpc.timeout(self.timeout):
             y = await aiorpc.remote(self.models.any()).infer(x)
         return web.json_response({"y": y.tolist()})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        length = request.query.get("length", "20")
+        if not length.isdecimal():
+            raise web.HTTPBadRequest(text="expected ?length=NUMBER")
+        letters = aiter(aiorpc.remote(self.models.any()).generate(int(length)))
+        async with asyncio.timeout(self.timeout):
+            first = await anext(letters, "")  # an error so far has a status
         response = web.StreamResponse()
-        letters = aiorpc.remote(self.models.any()).generate(int(request.query["length"]))
         await response.prepare(request)
-        async for letter in letters:  # a client that leaves ends the generator
-            await response.write(letter.encode())
+        try:
+            await response.write(first.encode())
+            async for letter in letters:  # a client that leaves ends the generator
+                await response.write(letter.encode())
+        except aiorpc.RpcError:  # too late for a status: the client sees that the rest is missing
+            assert request.transport is not None
+            request.transport.abort()
         return response
 
 
@@ -84,9 +97,7 @@ async def errors_as_statuses(request: web.Request, handler: Any) -> web.StreamRe
     """Answer with a status that says whether to try again."""
     try:
         return await handler(request)  # type: ignore[no-any-return]
-    except (KeyError, ValueError, TypeError, RuntimeError) as exc:  # of the request's values
-        raise web.HTTPBadRequest(text=repr(exc)) from exc
-    except aiorpc.CallTimeout as exc:
+    except TimeoutError as exc:
         raise web.HTTPGatewayTimeout(text=str(exc)) from exc
     except (aiorpc.QueueFull, aiorpc.NoMembers, aiorpc.WorkerGone) as exc:
         headers = {"Retry-After": "1"}

@@ -19,6 +19,7 @@ from .._endpoint.runtime import (
     warn_if_switch_is_void,
 )
 from .._torch.compat import RRefBase
+from .._turns.turns import METHOD_TURNS
 from .._wire.by_value import refuse_by_value
 from .._wire.messages import Arguments
 from ._typing import ListDecorator, RoundDecorator, StackDecorator
@@ -339,6 +340,10 @@ def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
 def _check_signature(function: Callable[..., Any]) -> None:
     if not callable(function) or isinstance(function, staticmethod | classmethod | type):
         raise TypeError(f"batched decorates a function (under @staticmethod), got {function!r}")
+    if METHOD_TURNS in getattr(function, "__dict__", ()):
+        raise TypeError(
+            f"{function.__qualname__} has max_concurrency: use batched(max_concurrent_batches=)"
+        )
     plain = inspect.unwrap(function)
     if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
         raise TypeError(

@@ -20,7 +20,7 @@ from .._wire.ancestry import (
     running_call,
 )
 from .._wire.targets import FetchTarget, FunctionTarget
-from ..errors import RpcError
+from ..errors import CallTimeout, RpcError
 from .call import RemoteCall
 from .group import Group
 from .named_members import NamedMembers
@@ -92,7 +92,12 @@ async def _pause(member: Member, mark: BatchId, *, enters: bool) -> AsyncIterato
     own = running_call() if owner == current().worker else None
     arguments = rref_id(rref) or rref, mark, own, enters
     pause = RemoteCall(owner, FunctionTarget(pause_object), None, *arguments)
-    found = await pause.__aenter__()
+    try:
+        found = await pause.__aenter__()
+    except CallTimeout as exc:
+        text = f"paused: calls of an object on worker {owner!r} still ran at the deadline"
+        late = CallTimeout(text, worker=owner, method="paused", may_have_run=False)
+        raise late from exc
     pause.outlive_deadline()  # that is of the entry
     has_ended = False
     try:
@@ -130,6 +135,9 @@ async def _in_order(objects: Any) -> list[Member]:
             target = FetchTarget(each.rref)
             rref = each._start() or await wait_for(each, target, deadline_in(None))
         elif not isinstance(each, RRefBase):
-            raise TypeError(f"paused takes an RRef, a supervised object or a group, got {each!r}")
+            hint = ": write Group([...])" if isinstance(each, list | tuple) else ""
+            raise TypeError(
+                f"paused takes an RRef, a supervised object or a group, got {each!r}{hint}"
+            )
         found[owner_name(rref), identity(rref)] = rref
     return [(owner, found[owner, key]) for owner, key in sorted(found)]

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from .._turns.turns import LIMIT, Turns, turns_of, turns_of_method
+from .._turns.turns import LIMIT, METHOD_TURNS, Turns, turns_of, turns_of_method
 from .._wire.ancestry import add_scope, ancestor_batches
 from .torch_clients import COROUTINE, async_execution
 
@@ -77,6 +77,8 @@ def max_concurrency(limit: int) -> Callable[[D], D]:
         RuntimeError: at a call of an object by itself, if all turns are held by calls that wait for
             such a call.
     """
+    if callable(limit):
+        raise TypeError("max_concurrency needs a number: @max_concurrency(4)")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"max_concurrency takes an int of at least 1, got {limit!r}")
 
@@ -95,6 +97,8 @@ def _limit_class(cls: Any, limit: int, name: str) -> None:
             f"{name} needs weak references to its instances: add '__weakref__' to the __slots__ of "
             f"{cls.__name__}"
         )
+    if LIMIT in vars(cls):
+        raise TypeError(f"{cls.__name__} has a limit already: it is exclusive, or max_concurrency")
     setattr(cls, LIMIT, limit)
     _guard_methods(cls)
     _guard_subclasses(cls)
@@ -114,7 +118,7 @@ def _limited_method(function: Any, limit: int) -> Any:
         guard = guard if coroutine is function else async_execution(guard)
         setattr(guard, _GUARD, (guard, coroutine.__get__))
     found = function if guard is None else guard
-    setattr(found, _TURNS, (found, turns))
+    setattr(found, METHOD_TURNS, (found, turns))
     return found
 
 
@@ -131,7 +135,7 @@ def turns_for(instance: Any, function: Any) -> Turns | None:
     """Return the turns that a call of `function` on an object takes, None if nothing limits it."""
     if getattr(type(instance), LIMIT, None) is not None:
         return turns_of(instance)
-    limited, turns = getattr(function, _TURNS, (None, None))
+    limited, turns = getattr(function, METHOD_TURNS, (None, None))
     if turns is None or limited is not getattr(function, "__func__", function):
         return None  # `functools.wraps` of a user copies the attribute
     return turns(getattr(function, "__self__", instance))  # type: ignore[no-any-return]
@@ -145,9 +149,6 @@ def unguarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ── guards of local calls ───────────────────────────────────────────────────────────────────────
-
-_TURNS = "__aiorpc_turns__"
-"""Attribute of a method with a limit: itself, and what returns its turns, given the object."""
 
 _GUARD = "__aiorpc_guard__"
 """Attribute of a guard: itself, and what returns the method behind it, given the object."""
@@ -165,7 +166,7 @@ def _guard_methods(cls: type) -> None:
         if name.startswith("_") or type(function) is not FunctionType:
             continue
         coroutine = getattr(function, COROUTINE, function)
-        if _TURNS in vars(function):
+        if METHOD_TURNS in vars(function):
             raise TypeError(
                 f"{cls.__name__} limits its calls together: {name} cannot have a limit of its own"
             )

@@ -18,6 +18,10 @@ LIMIT = "__aiorpc_limit__"
 """Attribute of classes: how many calls run at once in one object. Subclasses inherit it."""
 
 
+METHOD_TURNS = "__aiorpc_turns__"
+"""Attribute of a method with a limit: itself, and what returns its turns, given the object."""
+
+
 class Turn:
     """A place in the queue of one object. `begin` is called when a waiting one may run.
 

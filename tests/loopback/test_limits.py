@@ -253,6 +253,25 @@ def test_what_cannot_be_limited() -> None:
             def f(self, xs: list[int]) -> list[int]:
                 return xs
 
+    with pytest.raises(TypeError, match=r"g has max_concurrency: use batched\(max_concurrent"):
+
+        class _Limited:
+            @batched(max_size=2)
+            @aiorpc.max_concurrency(2)
+            def g(self, xs: list[int]) -> list[int]:
+                return xs
+
+    with pytest.raises(TypeError, match="_Twice has a limit already"):
+
+        @aiorpc.max_concurrency(2)
+        @aiorpc.exclusive
+        class _Twice: ...
+
+    with pytest.raises(TypeError, match=r"needs a number: @max_concurrency\(4\)"):
+
+        @aiorpc.max_concurrency  # type: ignore[arg-type]
+        class _Bare: ...
+
     with pytest.raises(TypeError, match="f cannot have a limit of its own"):
 
         @aiorpc.exclusive
