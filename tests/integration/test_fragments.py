@@ -41,7 +41,7 @@ async def names_for(fragment: str) -> dict[str, Any]:
     if "infer(x)" in fragment:
         names["x"] = 1
     names["a"], names["b"] = await create("a", objects.Pair), await create("b", objects.Pair)
-    names["ps"] = await create("ps", objects.ParameterServer)
+    names["ps"] = names["learner"] = await create("ps", objects.ParameterServer)
     names["grads"] = torch.ones(3 if "timeout" in fragment else 2)
     names["models"] = await aiorpc.create(["a", "b"], objects.Model)
     names["encoder"], names["my_head"] = await create("a", nn.Linear, 2, 2), nn.Linear(2, 2)

@@ -72,12 +72,13 @@ def many_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def be_slow(port: int) -> None:
+async def be_slow(port: int, connected: "asyncio.Semaphore") -> None:
     """Send a byte every two seconds, until the other end closes the connection."""
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", port))
+        connected.release()
         try:
             while True:
                 await loop.sock_sendall(client, b"G")
@@ -88,13 +89,18 @@ async def be_slow(port: int) -> None:
 
 @asynccontextmanager
 async def slow_clients(port: int) -> AsyncIterator["set[asyncio.Task[None]]"]:
-    """Run the slow clients in the block; yield those that are connected still."""
-    tasks: set[asyncio.Task[None]] = set()
+    """Run the slow clients in the block, all of which have connected; yield those that still are.
+
+    While they connect, each pushes another one out, and that may be a scrape.
+    """
+    tasks, connected = set[asyncio.Task[None]](), asyncio.Semaphore(0)
     for _ in range(CLIENTS):
-        task = asyncio.ensure_future(be_slow(port))
+        task = asyncio.ensure_future(be_slow(port, connected))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     try:
+        for _ in range(CLIENTS):
+            await connected.acquire()
         yield tasks
     finally:
         for task in tasks:
