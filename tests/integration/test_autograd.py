@@ -726,6 +726,7 @@ async def test_contexts_are_released() -> None:
 # ── optimizers ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.promise("autograd.optimizers")
 @pytest.mark.parametrize(
     ("optimizer", "options"),

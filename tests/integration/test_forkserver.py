@@ -64,6 +64,7 @@ def what_is_seen() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.forked")
 async def test_a_forked_child_is_as_a_spawned_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,6 +212,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.preload")
 async def test_preloaded_modules_are_imported_once(module: Any) -> None:
     """The server imports them, for this world and for later ones."""

@@ -193,6 +193,7 @@ def test_what_is_run_while_the_block_is_left() -> None:
     assert [type(each) for each in told] == [NotInWorld] * 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_block_is_left(tmp_path: Path) -> None:
     """It ends the wait for the end of the world, which is left in no thread."""
     done = ended(tmp_path, "leaving")

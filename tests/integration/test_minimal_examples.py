@@ -41,14 +41,8 @@ OUTPUT = {
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "3")
 
 
-QUICK = ("parameter_server",)
-"""Those of `make test`; each starts two interpreters or more, whose imports take 2 s each."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OUTPUT],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OUTPUT)
 def test_a_minimal_example(name: str) -> None:
     start = ["-m", *TORCHRUN] if "torchrun" in name else []
     done = subprocess.run(

@@ -96,6 +96,7 @@ async def let_all() -> None:
         each.goes_on.set()
 
 
+@pytest.mark.slow
 @pytest.mark.promise("limits.paused")
 @pytest.mark.parametrize("workers", [("a", "b"), ("b", "a"), ("a", "a")])
 async def test_members_that_call_each_other(workers: tuple[str, str]) -> None:

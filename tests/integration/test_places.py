@@ -131,6 +131,7 @@ def test_an_etcd_that_is_frozen(tmp_path: Path, rank: int) -> None:
     assert float(output.split()[1]) < START_TIMEOUT + 2.0 + SLACK / 4  # its calls have 5 s
 
 
+@pytest.mark.slow
 def test_a_name_that_attach_looks_up(tmp_path: Path) -> None:
     with started(program(tmp_path, ATTACHES), str(tmp_path / "s"), str(free_port())) as process:
         output, errors = process.communicate(timeout=60 + SLACK)

@@ -20,6 +20,7 @@ def give(kind: str) -> Any:
     return make(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("transport.apart")
 @pytest.mark.parametrize("way", TENSOR_WAYS)
 async def test_both_processes_live_on(

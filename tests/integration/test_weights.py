@@ -143,6 +143,7 @@ async def wait_all(actors: "Group[Actor]", version: int) -> list[int]:
     return await remote(actors).wait(version)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("training.in_place")
 async def test_a_process_that_shares_the_model_sees_the_versions() -> None:
     async with world(["learner"]), asyncio.timeout(LONG):
