@@ -310,7 +310,7 @@ class Long:
         yield 1
         self.work()
 
-    @batched(max_size=2)
+    @batched(max_size=2, max_wait=SOON)
     def batch(self, xs: list[int]) -> list[int]:
         self.work()
         return xs
