@@ -275,9 +275,7 @@ def _may_return(member: Any) -> bool:
 
 def _is_refusal(exc: Exception) -> TypeGuard[RpcError]:
     """Return whether a member did not take a call: it was not sent, or its queue is full."""
-    if isinstance(exc, QueueFull):
-        return not exc.may_have_run
-    return is_own(exc) and not exc.may_have_run
+    return (isinstance(exc, QueueFull) or is_own(exc)) and not exc.may_have_run
 
 
 class AnyCall(SupervisedCall):
@@ -344,9 +342,7 @@ class AnyCall(SupervisedCall):
 class AnyStream(AsyncIterator[Any]):
     """The items of a remote generator of the least busy member, whose end is noted."""
 
-    def __init__(
-        self, stream: RemoteStream | SupervisedStream, note: "Callable[..., None]"
-    ) -> None:
+    def __init__(self, stream: RemoteStream | SupervisedStream, note: Callable[..., None]) -> None:
         self._stream = stream
         self._note = note
 

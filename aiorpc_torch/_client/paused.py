@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .._aio.deadlines import deadline_in
 from .._endpoint.pauses import pause_object, settle_pause
 from .._handles.handles import of_handle
 from .._torch.compat import RRefBase
@@ -133,7 +132,7 @@ async def _in_order(objects: Any) -> list[Member]:
         rref = each
         if isinstance(each, Supervised):
             target = FetchTarget(each.rref)
-            rref = each._start() or await wait_for(each, target, deadline_in(None))
+            rref = each._start() or await wait_for(each, target, None)
         elif not isinstance(each, RRefBase):
             hint = ": write Group([...])" if isinstance(each, list | tuple) else ""
             raise TypeError(

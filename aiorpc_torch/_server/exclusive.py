@@ -111,7 +111,7 @@ def _limited_method(function: Any, limit: int) -> Any:
         )
     if type(function) is not FunctionType or not _is_method(function):
         raise TypeError(f"max_concurrency decorates a class or a method, got {function!r}")
-    turns = functools.partial(_turns_of_method, function.__name__, limit)
+    turns = functools.partial(turns_of_method, name=function.__name__, limit=limit)
     coroutine = getattr(function, COROUTINE, function)
     guard = _guard_of(coroutine, coroutine.__get__, turns)
     if guard is not None:
@@ -125,10 +125,6 @@ def _limited_method(function: Any, limit: int) -> Any:
 def _is_method(function: Any) -> bool:
     outer, _, _ = function.__qualname__.rpartition(".")
     return outer != "" and not outer.endswith("<locals>")
-
-
-def _turns_of_method(name: str, limit: int, instance: Any) -> Turns:
-    return turns_of_method(instance, name, limit)
 
 
 def turns_for(instance: Any, function: Any) -> Turns | None:

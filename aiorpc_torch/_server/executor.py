@@ -73,22 +73,16 @@ class Executor:
 
     def start(self, calls: Iterable[ServerCall]) -> None:
         """Start calls in order; those of plain functions that follow each other, together."""
+        if self.holds is not None and self.refusal is None:
+            calls = [each for each in calls if not self.holds(each)]
+        self.restart(calls)
+
+    def restart(self, calls: Iterable[ServerCall]) -> None:
+        """Start calls, as `start`, that are held no more."""
         if self.refusal is not None:
             for call in calls:
                 call.abandon(self.refusal())
             return
-        if self.holds is not None:
-            calls = [each for each in calls if not self.holds(each)]
-        self._start_all(calls)
-
-    def restart(self, call: ServerCall) -> None:
-        """Start a call that was held."""
-        if self.refusal is not None:
-            call.abandon(self.refusal())
-        else:
-            self._start_all((call,))
-
-    def _start_all(self, calls: Iterable[ServerCall]) -> None:
         plain: list[ServerCall] = []
         for call in calls:
             if not call.on_loop:

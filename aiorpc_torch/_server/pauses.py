@@ -92,7 +92,7 @@ class Pauses:
                 while found.queue.pause != pause:
                     await self._changed.wait()
             found.mark, found.passed = mark, 0
-            for running, key in self._running(instance):
+            for running, key in self._running(found):
                 if key != own:
                     found.add(running, key)
                 elif is_limited(instance):
@@ -134,7 +134,7 @@ class Pauses:
     def _start(self, calls: Collection[ServerCall]) -> None:
         for call in calls:
             call.leave_batch = None
-            self._executor.restart(call)
+        self._executor.restart(calls)
 
     async def _wait_for_calls(self, found: _PausedObject) -> None:
         """Wait until what runs has ended, and the calls that pass meanwhile.
@@ -171,13 +171,14 @@ class Pauses:
         is_open = running.session.calls.get(running.number) is running
         return is_open or running in self._executor.in_threads
 
-    def _running(self, instance: Any) -> Iterator[tuple[Any, CallKey]]:
+    def _running(self, found: _PausedObject) -> Iterator[tuple[Any, CallKey]]:
         """Yield the calls and batches that run of an object, with their keys."""
-        waiting = self._paused[id(instance)].queue
         for call in {*self._open_calls(), *self._executor.in_threads}:
-            if isinstance(call, RpcCall) and call not in waiting and _object_of(call) is instance:
+            if not isinstance(call, RpcCall) or call in found.queue:
+                continue
+            if _object_of(call) is found.instance:
                 yield call, (call.session.key, call.number)
-        for batch in _batches_of(instance):
+        for batch in _batches_of(found.instance):
             yield batch, (BATCH, batch.id[1])
 
     def _holds(self, call: ServerCall) -> bool:

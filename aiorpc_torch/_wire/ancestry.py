@@ -92,14 +92,9 @@ def ancestor_batches() -> frozenset[BatchId]:
 _NO_CALL: CallKey = None, -1
 
 
-def has_ancestors() -> bool:
-    """Return whether there may be ancestor batches of this context."""
-    return bool(_scopes.get() or awaited)
-
-
 def to_wire(worker: str) -> tuple[BatchId, ...]:
     """Return the ancestor batches, sorted, with `worker` as the name of this process's worker."""
-    if not has_ancestors():  # the common case, on each call
+    if not _scopes.get() and not awaited:  # the common case, on each call
         return ()
     return tuple(sorted((name or worker, number) for name, number in ancestor_batches()))
 

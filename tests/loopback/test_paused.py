@@ -77,6 +77,12 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def log_of_a_pause(rref: RRef[Any]) -> list[str]:
+    """What had happened when the block was entered."""
+    async with paused(rref):
+        return [*rref.local_value().log]
+
+
 def start(call: Any) -> "asyncio.Task[Any]":
     return asyncio.create_task(call)
 
@@ -131,11 +137,7 @@ async def test_streams_batches_and_threads_end_first() -> None:
     plain.cancel()
     await asyncio.wait([plain])
 
-    async def pause() -> list[str]:
-        async with paused(rref):
-            return [*own.log]
-
-    pausing = start(pause())
+    pausing = start(log_of_a_pause(rref))
     own.gate("batch").set()
     assert await asyncio.gather(*batch) == ["0", "1"]
     own.gate("stream").set()
@@ -308,11 +310,7 @@ async def test_a_batch_whose_callers_have_left_ends_first() -> None:
     caller.cancel()
     await asyncio.wait([caller])
 
-    async def pause() -> list[str]:
-        async with paused(rref):
-            return [*own.log]
-
-    pausing = start(pause())
+    pausing = start(log_of_a_pause(rref))
     await asyncio.sleep(0.05)
     assert not pausing.done()
     own.gate("batch").set()

@@ -673,34 +673,10 @@ def test_a_call_that_is_cancelled_before_its_copy_is_sent(is_copied: bool) -> No
     assert len(state) == 0
 
 
-@pytest.mark.promise("transport.unsent")
-def test_what_is_unsent_when_the_peer_is_lost() -> None:
-    """Calls that are copied, and calls behind them, though they are in the window."""
-    calls = sent, first, second = Call(0, on="b"), large(1), large(2)
-    behind, dropped = Call(3, on="a"), list[Call]()
+def state_amid_copies(dropped: list[Call]) -> tuple[SendState[Call], list[Call]]:
+    """A state with the call 0 sent, and unsent ones: 1 is copied, 2 was, 3 is behind them."""
+    calls = sent, first, second, _ = Call(0, on="b"), large(1), large(2), Call(3, on="a")
     state = new_state(drop=dropped.append)
-    state.is_paused = False
-    for call in (*calls, behind):
-        state.submit(call, is_idle=False)
-    assert state.take() == [sent]
-    for call in (first, second):
-        assert state.take() == [call]
-        state.begin_copy(call)
-    assert state.take() == []
-    assert state.end_copy(second)
-    assert state.clear() == [0]
-    assert not state.window
-    assert dropped == [first, second, behind]
-    assert not state.end_copy(first)
-    assert len(state) == 0
-
-
-@pytest.mark.promise("transport.unsent")
-def test_unsent_calls_are_withdrawn_in_their_order() -> None:
-    """For another connection: those that are copied too, which have to be copied again there."""
-    calls = sent, first, second, behind = Call(0, on="b"), large(1), large(2), Call(3, on="a")
-    queued = Call(4, on="b")
-    state = new_state()
     state.is_paused = False
     for call in calls:
         state.submit(call, is_idle=False)
@@ -710,11 +686,30 @@ def test_unsent_calls_are_withdrawn_in_their_order() -> None:
         state.begin_copy(call)
     assert state.take() == []
     assert state.end_copy(second)
-    state.submit(queued, is_idle=False)
-    assert state.withdraw() == [first, second, behind, queued]
-    assert not state.end_copy(first)
+    return state, [*calls[1:]]
+
+
+@pytest.mark.promise("transport.unsent")
+def test_what_is_unsent_when_the_peer_is_lost() -> None:
+    """Calls that are copied, and calls behind them, though they are in the window."""
+    state, unsent = state_amid_copies(dropped := [])
+    assert state.clear() == [0]
+    assert not state.window
+    assert dropped == unsent
+    assert not state.end_copy(unsent[0])
+    assert len(state) == 0
+
+
+@pytest.mark.promise("transport.unsent")
+def test_unsent_calls_are_withdrawn_in_their_order() -> None:
+    """For another connection: those that are copied too, which have to be copied again there."""
+    state, unsent = state_amid_copies(dropped := [])
+    state.submit(queued := Call(4, on="b"), is_idle=False)
+    assert state.withdraw() == [*unsent, queued]
+    assert not state.end_copy(unsent[0])
     assert [*state.window] == [0]
     assert len(state) == 0
+    assert dropped == []
 
 
 @pytest.mark.promise("transport.window")
