@@ -241,7 +241,11 @@ class Executor:
                 self.in_threads.discard(call)
 
         self.in_threads.add(call)
-        self.submit_to_threads((run,))
+        try:
+            self.submit_to_threads((run,))
+        except RuntimeError:  # no thread could be started
+            self.in_threads.discard(call)
+            raise
 
     def close(self, timeout: float, name: str) -> None:
         """Stop the threads, and log how many still run user code after `timeout` seconds."""

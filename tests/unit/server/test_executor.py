@@ -49,6 +49,19 @@ async def end_of(call: Call) -> Any:
         return (await asyncio.gather(call.ended, return_exceptions=True))[0]
 
 
+async def test_a_generator_that_gets_no_thread(executor: Executor) -> None:
+    """It is none that runs: a pause of its object would wait for it without end."""
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    executor.submit_to_threads = refuse  # type: ignore[method-assign]
+    call: Any = Call(lambda: None)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        executor._submit_rest(call, lambda: None)
+    assert executor.in_threads == set()
+
+
 async def test_calls_start_in_order(executor: Executor) -> None:
     """Those on the loop run to their first wait at once; plain ones, in threads, as they came."""
     started: list[Any] = []
