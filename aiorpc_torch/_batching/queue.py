@@ -8,7 +8,6 @@ import asyncio
 import contextvars
 import functools
 import time
-import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -343,27 +342,34 @@ class BatchQueue:
         if batch is None:
             return
         running = self._running[batch]
+        args = [call.args for call in batch.items]
+        asked = [batch]  # emptied later: the function's context outlives the members
+        end: End | None = None
+        failure: BaseException | None = None
+        try:
+            end = self._enter(batch, running, asked)
+            results = await warn_if_blocking(self._run_function(batch, args), self._function.name)
+        except BaseException as exc:  # SystemExit too: every caller gets a result
+            note_has_run(exc)
+            failure = exc
+            results = failure_per_caller(exc, len(batch.items), self._function.name)
+        if end is not None:
+            end(failure)
+        args.clear()  # an exception keeps this frame alive
+        asked.clear()
+        self._finish_batch(batch, running, results)
+
+    def _enter(
+        self, batch: Batch[QueuedCall], running: RunningBatch, asked: list[Batch[QueuedCall]]
+    ) -> End | None:
+        """Enter the context of the function, in which `is_cancelled` asks for these batches."""
         if running.recording is not None:
             enter_record(running.recording)
         of_callers = [call.scopes for call in batch.items if call.scopes]
         enter_scopes(frozenset((running.scope(),)).union(*of_callers))
-        size, name = len(batch.items), self._function.name
-        args = [call.args for call in batch.items]
         note_call((BATCH, running.id[1]))
-        # Weakly: the function's context outlives the members.
-        ask_whether_given_up(functools.partial(_have_all_left, weakref.ref(batch)))
-        end: End | None = None
-        failure: BaseException | None = None
-        try:
-            end = self._observe(batch)
-            results = await warn_if_blocking(self._run_function(batch, args), name)
-        except BaseException as exc:  # SystemExit too: every caller gets a result
-            note_has_run(exc)
-            results, failure = failure_per_caller(exc, size, name), exc
-        if end is not None:
-            end(failure)
-        args.clear()  # an exception keeps this frame alive
-        self._finish_batch(batch, running, results)
+        ask_whether_given_up(functools.partial(_have_all_left, asked))
+        return self._observe(batch)
 
     def _observe(self, batch: Batch[QueuedCall]) -> End | None:
         """Enter the context variables that its callers share, and tell the interceptors of it."""
@@ -390,7 +396,7 @@ class BatchQueue:
         """Call the function of an exclusive instance."""
         instance = batch.items[0].instance
         async with turns_of(instance).hold(self._function.name):
-            if _have_all_left(lambda: batch):
+            if _have_all_left((batch,)):
                 raise asyncio.CancelledError  # every caller has left while the batch waited
             return await self._function.run(instance, args)
 
@@ -409,10 +415,9 @@ class BatchQueue:
             call.resolve(result)
 
 
-def _have_all_left(batch: Callable[[], Batch[QueuedCall] | None]) -> bool:
-    """Return whether all callers of a batch have left. In any thread."""
-    found = batch()
-    return found is None or all(call.on_result is _ignore for call in found.items)
+def _have_all_left(batches: Iterable[Batch[QueuedCall]]) -> bool:
+    """Return whether all callers of these batches have left. In any thread."""
+    return all(call.on_result is _ignore for batch in batches for call in batch.items)
 
 
 _queues: WeakIdentityDict[BatchQueue, None] = WeakIdentityDict()

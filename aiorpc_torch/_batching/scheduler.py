@@ -33,7 +33,7 @@ class Reason(enum.Enum):
 
 
 # Not frozen: that would take twice as long to create.
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Batch(Generic[T]):
     """The members of one batch, in order of arrival."""
 

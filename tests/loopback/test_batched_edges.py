@@ -260,3 +260,24 @@ async def test_functions_of_one_name() -> None:
     await all_of(one(1), one(2), other(3))
     found = stats().batches[one.__qualname__]
     assert (found.batches, found.items) == (2, 3)
+
+
+@pytest.mark.parametrize("step", ["note_call", "enter_scopes", "ask_whether_given_up"])
+async def test_a_batch_that_cannot_start(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its callers get the error, and the next batch runs.
+
+    Python 3.11.9 and 3.12.3 make no weak references to objects of some dataclasses, and a batch
+    needed one before its start. (CPython gh-118033)
+    """
+
+    @batched(max_size=4)
+    async def body(items: list[int]) -> list[int]:
+        return items
+
+    def fails(*_: Any) -> None:
+        raise LookupError(step)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(f"aiorpc_torch._batching.queue.{step}", fails)
+        assert [type(each) for each in await all_of(body(1), body(2))] == [LookupError] * 2
+    assert await all_of(body(3)) == [3]
