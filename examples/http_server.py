@@ -39,11 +39,13 @@ class Model:
         with torch.inference_mode():
             return self.net(x)  # type: ignore[no-any-return]
 
-    async def generate(self, length: int) -> AsyncIterator[str]:
-        letter = 0
-        for _ in range(length):
-            letter = int(torch.multinomial(self.next[letter], 1))
-            yield LETTERS[letter]
+    @aiorpc.batched(max_size=32, max_concurrent_batches=4)
+    async def generate(self, lengths: list[int]) -> AsyncIterator[list[str | StopAsyncIteration]]:
+        letters = torch.zeros(len(lengths), dtype=torch.long)
+        for step in range(max(lengths)):
+            letters = torch.multinomial(self.next[letters], 1)[:, 0]
+            pairs = zip(letters, lengths, strict=True)
+            yield [LETTERS[at] if step < length else StopAsyncIteration() for at, length in pairs]
             await asyncio.sleep(0.001)
 
 

@@ -3,7 +3,8 @@
 The model is in this process, under a name. Clients in processes of their own look it up, and each
 asks for many users at once. `infer` is `@batched`: the network runs once for all requests that have
 come meanwhile. A request that has waited too long, or is given up, is not computed at all. If too
-many wait, a new one fails at once.
+many wait, a new one fails at once. `refine` streams: each batch is looked at again and again, and a
+client leaves it when its answer changes no more.
 
     python -m examples.inference --model resnet18 --clients 4 --users 32
     python -m examples.inference --device cuda:0 --pad-to 4 8 16    # three batch sizes, all warm
@@ -18,6 +19,7 @@ import asyncio
 import functools
 import os
 import statistics
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,8 @@ import aiorpc_torch as aiorpc
 
 CLASSES = 100
 IMAGES = 32  # of each client
+VIEWS = 8  # of an image, at most
+CLOSE = 0.001  # probability by which a last view changes an answer
 
 
 class Model:
@@ -61,6 +65,21 @@ def served(options: argparse.Namespace) -> type[Any]:
         def infer(self, images: Tensor) -> Tensor:
             """Answer for one image [3, H, W] each; they come stacked, on the device."""
             return self.answer(images)
+
+        @aiorpc.batched(
+            max_size=options.max_size,
+            stack=True,
+            pad_to=options.pad_to,
+            device=options.device,
+        )
+        def refine(self, images: Tensor) -> Iterator[Tensor]:
+            """Yield the mean answers for one, two, ... views of each image [3, H, W]."""
+            total = self.answer(images)
+            yield total
+            for views in range(2, VIEWS + 1):
+                images = images.roll(1, dims=3).flip(3)
+                total = total + self.answer(images)
+                yield total / views
 
     return Served
 
@@ -113,6 +132,20 @@ class Client:
         latencies = [each for each in outcomes if isinstance(each, float)]
         return Outcome(latencies, outcomes.count("late"), outcomes.count("shed"))
 
+    async def refine(self) -> list[int]:
+        """Take answers for each image until they are close; return how many each took."""
+
+        async def look(image: Tensor) -> int:
+            views, before = 0, torch.zeros(CLASSES)
+            async for answer in self.model.refine(image):
+                views += 1
+                if torch.dist(answer, before, float("inf")) < CLOSE:
+                    break
+                before = answer
+            return views
+
+        return await asyncio.gather(*map(look, self.images))
+
     async def give_up(self) -> tuple[int, int]:
         """Ask about all images at once, give up every other one; return (given up, answered)."""
         requests = [asyncio.create_task(self.model.infer(image)) for image in self.images]
@@ -139,6 +172,9 @@ async def serve(clients: tuple[str, ...], options: argparse.Namespace) -> None:
     given_up, answered = map(sum, zip(*await aiorpc.remote(group).give_up(), strict=True))
     asked_about = f"{IMAGES * len(group)} images asked about at once, {given_up} given up"
     print(f"{asked_about}: {answered} answered, {model.computed - before} computed")
+    async for client, views in aiorpc.remote(group).refine():
+        looked = f"{len(views)} images looked at {sum(views)} times of {len(views) * VIEWS}"
+        print(f"{client.owner_name()}: {looked}", flush=True)
     for name, found in aiorpc.observe.stats().batches.items():
         images = f"{found.items:,} images in {found.batches:,} batches of {found.mean:.1f}"
         waited = f"{(found.wait_p50 or 0) * 1e3:.1f} ms, p99 {(found.wait_p99 or 0) * 1e3:.1f} ms"

@@ -1,12 +1,14 @@
 """Static types of `@batched` functions: `list[T] -> list[R]` is called as `T -> R`.
 
+A generator of such lists, of up to two parameters, is called as `T -> AsyncIterator[R]`.
+
 With a `Round`, `list[T] -> R` is called as `T -> R`. A function of more than four parameters, or
 with another result than a sequence or a `Broadcast`, is typed as a function of anything. Nothing
 here runs.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from .results import Broadcast
@@ -19,9 +21,12 @@ D = TypeVar("D")
 R = TypeVar("R")
 P = ParamSpec("P")
 S_contra = TypeVar("S_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
 
 _Results = Sequence[R] | Broadcast[R]
 _Returned = _Results[R] | Awaitable[_Results[R]]
+_Entries = Sequence[R | StopAsyncIteration] | Broadcast[R]
+_Steps = AsyncIterator[_Entries[R]] | Iterator[_Entries[R]]
 
 
 class BatchedFunction(Protocol[P, R]):
@@ -46,9 +51,45 @@ class BatchedMethod(Protocol[S_contra, P, R]):
     def __get__(self, instance: S_contra, owner: Any) -> Callable[P, "asyncio.Future[R]"]: ...
 
 
-class ListDecorator(Protocol):
-    """`@batched(max_size=64)`: takes lists, returns a sequence or a `Broadcast`."""
+class BatchedGenerator(Protocol[P, R_co]):
+    """A generator function that takes one item and is iterated."""
 
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[R_co]: ...
+
+
+class BatchedGeneratorMethod(Protocol[S_contra, P, R_co]):
+    """A `BatchedGenerator` of an instance."""
+
+    def __call__(
+        self, first: S_contra, /, *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncIterator[R_co]: ...
+
+    @overload
+    def __get__(
+        self, instance: None, owner: Any
+    ) -> Callable[Concatenate[S_contra, P], AsyncIterator[R_co]]: ...
+
+    @overload
+    def __get__(self, instance: S_contra, owner: Any) -> Callable[P, AsyncIterator[R_co]]: ...
+
+
+class ListDecorator(Protocol):
+    """`@batched(max_size=64)`: takes lists, returns a sequence or a `Broadcast`, or yields some."""
+
+    @overload
+    def __call__(self, function: Callable[[list[A]], _Steps[R]], /) -> BatchedGenerator[[A], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[list[A], list[B]], _Steps[R]], /
+    ) -> BatchedGenerator[[A, B], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A]], _Steps[R]], /
+    ) -> BatchedGeneratorMethod[S, [A], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B]], _Steps[R]], /
+    ) -> BatchedGeneratorMethod[S, [A, B], R]: ...
     @overload
     def __call__(
         self, function: Callable[[list[A]], _Returned[R]], /
@@ -162,6 +203,10 @@ class RoundDecorator(Protocol):
 class StackDecorator(Protocol):
     """`@batched(max_size=64, stack=True)` or `concat=True`: takes and returns trees of tensors."""
 
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[S, P], AsyncIterator[R] | Iterator[R]], /
+    ) -> BatchedGeneratorMethod[S, P, R]: ...
     @overload
     def __call__(
         self, function: Callable[Concatenate[S, P], Awaitable[R]], /

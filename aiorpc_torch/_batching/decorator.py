@@ -5,7 +5,7 @@ A call binds its arguments and joins the queue of its instance; the queue runs t
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -22,12 +22,14 @@ from .._torch.compat import RRefBase
 from .._turns.turns import METHOD_TURNS
 from .._wire.by_value import refuse_by_value
 from .._wire.messages import Arguments
+from .._wire.targets import GENERATOR_HINT
 from ._typing import ListDecorator, RoundDecorator, StackDecorator
 from .collate import Collation, Device
 from .function import BatchFunction
 from .policies import Count, Fill, Policy, Round, Seconds, has_functions
 from .queue import LOCAL_CALLER, BatchQueue, ResultCallback
 from .stats import new_counters
+from .streams import LocalItems, LocalStream
 from .traits import traits_function
 
 
@@ -95,6 +97,10 @@ def batched(
     each of `each(values)`. An exception *instance* among the results is raised for that caller
     alone; an exception that the function raises is raised for each caller.
 
+    A caller of a generator iterates: `async for token in remote(model).generate(prompt)`. Each step
+    yields what a function returns, for the callers of the batch. An instance of StopAsyncIteration
+    ends the iteration of its caller. The generator is closed when all have ended or left.
+
         @aiorpc.batched(max_size=64, max_wait=0.002)
         async def select(self, states: list[Tensor]) -> list[int]: ...
 
@@ -103,6 +109,9 @@ def batched(
 
         @aiorpc.batched(max_size=64, max_weight=256, concat=True, pad_to=(64, 256))
         def embed(self, rows: Tensor) -> Tensor: ...  # [n, ...] of each caller, [n, ...] back
+
+        @aiorpc.batched(max_size=16)
+        async def generate(self, prompts: list[str]) -> AsyncIterator[list[Any]]: ...
 
         @aiorpc.batched(aiorpc.Round(size=5, quorum=4, timeout=10.0))
         def update(self, grads: list[Grads]) -> list[Tensor]: ...  # for all five
@@ -259,7 +268,7 @@ class Batched:
         self._is_method = True
         return MethodType(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         instance = None
         if self._is_method:
             instance, args = self._take_instance(args)
@@ -267,7 +276,16 @@ class Batched:
         if in_event_loop():
             server = serving()
             caller = LOCAL_CALLER if server is None else server.name
-            return self._queue(instance).submit(instance, bound, caller)
+            queue = self._queue(instance)
+            if not self._batch_function.is_generator:
+                return queue.submit(instance, bound, caller)
+
+            def join(items: LocalItems) -> Callable[[], object]:
+                return queue.join(instance, bound, items.settle, caller, items).cancel
+
+            return LocalStream(join, self.__qualname__)
+        if self._batch_function.is_generator:
+            raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}, on an event loop")
 
         # A torch thread, for a plain torch client: that one needs a torch Future.
         def submit() -> Any:
@@ -275,17 +293,24 @@ class Batched:
 
         submit.__qualname__ = self.__qualname__  # the name of the call
         future: Any = run_for_torch_client(submit)
-        return future  # type: ignore[no-any-return]
+        return future
 
     def __aiorpc_join__(
-        self, instance: Any, on_result: ResultCallback, work: Arguments, caller: str
+        self, instance: Any, on_result: ResultCallback, receiver: Any, work: Arguments, caller: str
     ) -> Callable[[], object]:
         """Enqueue a call from another worker, without a future or task; return how to cancel it."""
+        if receiver is None and self._batch_function.is_generator:
+            raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}")
         args, kwargs = work
         if self._is_method and instance is None:
             instance, args = self._take_instance(args)
         bound = self._batch_function.bind(args, kwargs)
-        return self._queue(instance).join(instance, bound, on_result, caller).cancel
+        return self._queue(instance).join(instance, bound, on_result, caller, receiver).cancel
+
+    @property
+    def __aiorpc_streams__(self) -> bool:
+        """Return whether the function is a generator, whose items are iterated."""
+        return self._batch_function.is_generator
 
     def __aiorpc_running__(self, instance: Any) -> list[Any]:
         """Return the batches that run for an object."""
@@ -343,12 +368,6 @@ def _check_signature(function: Callable[..., Any]) -> None:
     if METHOD_TURNS in getattr(function, "__dict__", ()):
         raise TypeError(
             f"{function.__qualname__} has max_concurrency: use batched(max_concurrent_batches=)"
-        )
-    plain = inspect.unwrap(function)
-    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
-        raise TypeError(
-            f"{function.__qualname__} is a generator, and a batched function returns one result "
-            "for each caller: to stream items, iterate a method without @batched"
         )
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

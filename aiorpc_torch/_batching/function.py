@@ -1,8 +1,12 @@
-"""The decorated function: binds one call's arguments, and runs once for the calls of a batch."""
+"""The decorated function: binds one call's arguments, and runs once for the calls of a batch.
 
+A generator function runs once too, and each of its steps is for all calls of the batch.
+"""
+
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ from .._endpoint.runtime import in_thread
 from .._torch.cuda import fence_tree
 from .collate import Collation, Collator, collate, rows_of, with_rows
 from .cuda_collate import CudaCollator
-from .results import split_results
+from .results import ENDED, split_results, with_ends
 from .traits import CallArgs
 
 
@@ -31,7 +35,10 @@ class BatchFunction:
     ) -> None:
         self.name = getattr(function, "__qualname__", repr(function))
         self._function = function
-        self._is_async = inspect.iscoroutinefunction(function)
+        generates = inspect.unwrap(function)
+        is_async_generator = inspect.isasyncgenfunction(generates)
+        self.is_generator = is_async_generator or inspect.isgeneratorfunction(generates)
+        self.is_async = is_async_generator or inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = collation is not None
         self._rows = collation if collation is not None and collation.changes_rows else None
@@ -57,18 +64,54 @@ class BatchFunction:
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
-    async def run(self, instance: Any, calls: Sequence[CallArgs]) -> list[Any]:
-        """Call the function once for all `calls`; return one result per call.
+    def run(self, instance: Any, calls: Sequence[CallArgs]) -> Coroutine[Any, Any, list[Any]]:
+        """Call the function once for all `calls`; return one result per call, when awaited.
 
         Raises:
             BatchContractError: if the function does not return one result per call.
         """
+        return self._results_of(functools.partial(self._call, instance, calls), calls)
+
+    async def iterate(
+        self, instance: Any, calls: Sequence[CallArgs]
+    ) -> AsyncGenerator[list[Any], None]:
+        """Call the generator function once for all `calls`; yield one result per call and step.
+
+        Raises:
+            BatchContractError: if a step has not one result per call.
+        """
+        source: Any = None
+
+        def step(collator: Collator) -> Any:
+            nonlocal source
+            if source is None:
+                source = self._call(instance, calls, collator)
+            return _next(source) if self.is_async else next(source, ENDED)
+
+        try:
+            while (results := await self._results_of(step, calls)) is not ENDED:
+                yield results
+        finally:
+            await self._close(source)
+
+    async def _close(self, source: Any) -> None:
+        if not hasattr(source, "aclose" if self.is_async else "close"):
+            return
+        if self.is_async:
+            await source.aclose()
+            return
+        with contextlib.suppress(ValueError):  # it runs: its thread closes it as that forgets it
+            await in_thread(source.close)
+
+    async def _results_of(
+        self, compute: Callable[[Collator], Any], calls: Sequence[CallArgs]
+    ) -> list[Any]:
+        """Compute in a thread, or await what is returned if the function is async; split it."""
         if self._cuda is not None:
-            return await self._run_on_cuda(self._cuda_collator, instance, calls)
-        if not self._is_async:
-            call = functools.partial(self._call, instance, calls, self._collator)
-            return await in_thread(lambda: self._split(call(), calls))
-        result = await self._call(instance, calls, self._collator)
+            return await self._results_on_cuda(self._cuda_collator, compute, calls)
+        if not self.is_async:
+            return await in_thread(lambda: self._split(compute(self._collator), calls))
+        result = await compute(self._collator)
         fence = fence_tree(result) if self._stacked else None
         if fence is None:
             return self._split(result, calls)
@@ -82,31 +125,28 @@ class BatchFunction:
         assert self._cuda is not None
         return CudaCollator(self._cuda, concat=self._concat)
 
-    async def _run_on_cuda(
-        self, collator: CudaCollator, instance: Any, calls: Sequence[CallArgs]
+    async def _results_on_cuda(
+        self,
+        collator: CudaCollator,
+        compute: Callable[[Collator], Any],
+        calls: Sequence[CallArgs],
     ) -> list[Any]:
         ready = collator.record_event()  # the loop's stream holds the callers' tensors
-        if not self._is_async:
-            step = functools.partial(self._run_on_cuda_in_thread, collator, ready, instance, calls)
-            return await in_thread(step)
+        if not self.is_async:
+
+            def work() -> list[Any]:
+                with collator.on_stream(ready):
+                    copied, done = collator.to_host(compute(collator))
+                return self._split_after(done.synchronize, copied, calls)
+
+            return await in_thread(work)
         with collator.on_stream(ready):
-            coroutine = self._call(instance, calls, collator)
+            coroutine = compute(collator)
         result = await collator.run_coroutine(coroutine)
         with collator.on_stream():
             copied, done = collator.to_host(result)
         split = functools.partial(self._split_after, done.synchronize, copied, calls)
         return await in_thread(split)
-
-    def _run_on_cuda_in_thread(
-        self,
-        collator: CudaCollator,
-        ready: torch.cuda.Event,
-        instance: Any,
-        calls: Sequence[CallArgs],
-    ) -> list[Any]:
-        with collator.on_stream(ready):
-            copied, done = collator.to_host(self._call(instance, calls, collator))
-        return self._split_after(done.synchronize, copied, calls)
 
     def _split_after(
         self, wait: Callable[[], object], result: Any, calls: Sequence[CallArgs]
@@ -115,6 +155,10 @@ class BatchFunction:
         return self._split(result, calls)
 
     def _split(self, result: Any, calls: Sequence[CallArgs]) -> list[Any]:
+        if self.is_generator:
+            if result is ENDED:
+                return ENDED  # type: ignore[no-any-return]
+            result = with_ends(result, stacked=self._stacked)
         rows = None if self._rows is None else rows_of(calls, self._rows)
         size, stacked, for_all = len(calls), self._stacked, self._for_all
         return split_results(result, size, self.name, stacked=stacked, for_all=for_all, rows=rows)
@@ -130,3 +174,7 @@ class BatchFunction:
         split = len(values) - len(self._keywords)
         keywords = dict(zip(self._keywords, values[split:], strict=True))
         return self._function(*head, *values[:split], **keywords)
+
+
+async def _next(source: Any) -> Any:
+    return await anext(source, ENDED)

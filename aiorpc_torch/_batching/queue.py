@@ -39,6 +39,7 @@ from .results import failure_per_caller
 from .rounds import RoundScheduler
 from .scheduler import Batch, FillScheduler, Scheduler, TimedOutRound
 from .stats import BatchCounters
+from .streams import Receiver, StreamedBatch
 from .traits import CallArgs, TraitsFunction
 
 CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
@@ -89,11 +90,21 @@ class QueuedCall:
     scopes: frozenset[BatchScope] = field(default_factory=current_scopes)
     recording: ContextRecord | None = field(default_factory=current_record)
     context: contextvars.Context | None = field(default_factory=caller_context)
+    receiver: Receiver | None = None
+    """Receives the items, if the function is a generator."""
+    on_leave: Callable[[], object] | None = None
+    """Is called when the caller leaves the batch that runs."""
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether the call has its result, or its caller has left. In any thread."""
+        return self.on_result is _ignore
 
     def resolve(self, result: Any) -> None:
         """Pass the result to the caller, and release the caller and the arguments."""
         # The caller refers to this call, to cancel it: without the reset they are a cycle.
         on_result, self.on_result, self.args = self.on_result, _ignore, ()
+        self.receiver = None
         on_result(result)
 
     def cancel(self) -> None:
@@ -101,6 +112,8 @@ class QueuedCall:
         self.on_result = _ignore
         if self.queue.discard(self):
             self.args = ()
+        elif self.on_leave is not None:
+            self.on_leave()
 
 
 def _ignore(_: Any) -> None:
@@ -162,9 +175,16 @@ class BatchQueue:
         return future
 
     def join(
-        self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
+        self,
+        instance: Any,
+        args: CallArgs,
+        on_result: ResultCallback,
+        caller: str,
+        receiver: Receiver | None = None,
     ) -> QueuedCall:
         """Enqueue a remote call. `on_result` is called once, unless the call is cancelled.
+
+        `receiver` gets the items of a generator before.
 
         Raises:
             QueueFull: if `max_pending` calls wait already.
@@ -172,7 +192,9 @@ class BatchQueue:
         """
         if isinstance(self._policy, Round) and (recording := current_record()) is not None:
             recording.drop_graph(self._function.name)  # a round is of many contexts
-        return self._add(instance, args, on_result, caller)
+        call = self._add(instance, args, on_result, caller)
+        call.receiver = receiver
+        return call
 
     def _add(
         self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
@@ -387,8 +409,8 @@ class BatchQueue:
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
     ) -> Coroutine[Any, Any, Sequence[Any]]:
         instance = batch.items[0].instance
-        run = self._run_in_turn(batch, args) if is_limited(instance) else None
-        return run or self._function.run(instance, args)
+        in_turn = is_limited(instance)
+        return self._run_in_turn(batch, args) if in_turn else self._run_now(batch, args)
 
     async def _run_in_turn(
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
@@ -398,7 +420,16 @@ class BatchQueue:
         async with turns_of(instance).hold(self._function.name):
             if _have_all_left((batch,)):
                 raise asyncio.CancelledError  # every caller has left while the batch waited
-            return await self._function.run(instance, args)
+            return await self._run_now(batch, args)
+
+    def _run_now(
+        self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
+    ) -> Coroutine[Any, Any, Sequence[Any]]:
+        instance, function = batch.items[0].instance, self._function
+        if not function.is_generator:
+            return function.run(instance, args)
+        stream = StreamedBatch(batch.items, can_interrupt=function.is_async)
+        return stream.run(function.iterate(instance, args))
 
     def _finish_batch(
         self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]
@@ -417,7 +448,7 @@ class BatchQueue:
 
 def _have_all_left(batches: Iterable[Batch[QueuedCall]]) -> bool:
     """Return whether all callers of these batches have left. In any thread."""
-    return all(call.on_result is _ignore for batch in batches for call in batch.items)
+    return all(call.has_left for batch in batches for call in batch.items)
 
 
 _queues: WeakIdentityDict[BatchQueue, None] = WeakIdentityDict()

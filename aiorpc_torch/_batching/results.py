@@ -19,6 +19,9 @@ from .collate import Rows, cut, is_array, row_count, uncollate
 
 T = TypeVar("T")
 
+ENDED: Any = object()
+"""The entry of a caller whose stream has ended, and what a generator's last step returns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Generic[T]):
@@ -87,6 +90,16 @@ def split_results(
     return _distinct(results, name)
 
 
+def with_ends(entries: Any, *, stacked: bool) -> Any:
+    """Return the entries of a generator's step, with ENDED for each instance of StopIteration."""
+    if not _is_sequence(entries, stacked):
+        return entries
+    return [ENDED if isinstance(each, _STOPS) else each for each in entries]
+
+
+_STOPS = StopAsyncIteration, StopIteration
+
+
 def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
     """Return one copy of `exc` for each of `size` callers, with `exc` as its cause."""
     if _takes_list_for_tensor(exc):
@@ -121,8 +134,9 @@ def _is_sequence(result: Any, stacked: bool) -> bool:
 
 
 def _first_exception(results: list[Any]) -> Any:
-    """Return the first exception among the results of one caller's rows, or else all of them."""
-    return next((each for each in results if isinstance(each, BaseException)), results)
+    """Return the first exception or end among one caller's rows, or else all of them."""
+    ends = (each for each in results if isinstance(each, BaseException) or each is ENDED)
+    return next(ends, results)
 
 
 def _describe(result: Any) -> str:

@@ -386,7 +386,7 @@ def _as_member_error(failure: BaseException, name: str) -> Exception:
     """Return the exception for a GroupError, which holds no BaseException."""
     if not isinstance(failure, Exception):
         error: Exception = RemoteError(f"{name} raised {failure!r}")
-    elif any(GENERATOR_HINT in note for note in getattr(failure, "__notes__", ())):
+    elif any(GENERATOR_HINT in text for text in (str(failure), *getattr(failure, "__notes__", ()))):
         error = TypeError(
             f"{name} is a generator, and a group does not stream: iterate the members one by one, "
             "as in `async for item in remote(group[0]).method()`"

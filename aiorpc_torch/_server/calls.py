@@ -43,8 +43,8 @@ from .timings import timings
 _TAKEN: Arguments = (), {}
 
 Joiner = functools.partial[Callable[[], object]]
-"""Adds a call to a batch, given its `settle`, arguments and caller; returns how to remove it. Its
-function has the instance as first argument."""
+"""Adds a call to a batch, given its `settle`, receiver of items, arguments and caller; returns how
+to remove it. Its function has the instance as first argument."""
 
 
 class ServerCall:
@@ -70,6 +70,7 @@ class ServerCall:
     carried: Carried | None = None  # its context variables, until its context is entered
     on_end: End | None = None  # of interceptors
     kind: Kind = "call"
+    receiver: Any = None  # of items: a stream itself
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self.function = function
@@ -282,9 +283,12 @@ class CreateCall(RpcCall):
         return super()._encode(make_rref(created))
 
 
-def batch_joiner(function: Callable[..., Any]) -> Joiner | None:
-    """Return how a call joins the batches of `function`, None if it is not batched."""
+def batch_joiner(function: Callable[..., Any], *, stream: bool = False) -> Joiner | None:
+    """Return how a call joins the batches of `function`, None if it is not batched.
+
+    A stream joins those of generators only.
+    """
     inner: Any = getattr(function, "__func__", function)  # of a bound method
-    if not hasattr(type(inner), "__aiorpc_join__"):
+    if not hasattr(type(inner), "__aiorpc_join__") or (stream and not inner.__aiorpc_streams__):
         return None
     return functools.partial(inner.__aiorpc_join__, getattr(function, "__self__", None))

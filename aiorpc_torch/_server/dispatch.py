@@ -316,7 +316,7 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
     if exports is not None:
         exports.check(target, owner)
     function = target.bind(owner)
-    on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    on_loop, joiner = runs_on_loop(function), batch_joiner(function, stream=stream)
     if hasattr(function, "__wrapped__"):
         warn_if_switch_is_void(function)
     makes = isinstance(target, CreateTarget | MakeTarget)
@@ -329,7 +329,7 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
     if makes:
         return function, on_loop, joiner, CreateCall
     if stream:
-        return function, on_loop, None, StreamCall
+        return function, on_loop, joiner, StreamCall
     return function, on_loop, joiner, RpcCall
 
 

@@ -276,7 +276,8 @@ def _join_batch(call: ServerCall, joiner: Joiner) -> None:
     try:
         if call.scope is not None or call.recording is not None or call.carried is not None:
             call.enter_context()
-        call.leave_batch = joiner(call.settle, call.take_arguments(), call.caller)
+        work = call.take_arguments()
+        call.leave_batch = joiner(call.settle, call.receiver, work, call.caller)
     except BaseException as exc:  # raised by user code
         call.fail(exc)
 

@@ -35,6 +35,16 @@ class StreamCall(RpcCall):
         self._credit_added = asyncio.Event()
         self._resume: Callable[[], None] | None = None  # called on credit or on cancellation
 
+    @property
+    def receiver(self) -> Any:
+        """Return this, which takes the items of a batch."""
+        return self
+
+    @property
+    def credit(self) -> int:
+        """Return the credit that is left, below zero after items that were sent without."""
+        return self._credit
+
     def grant(self, credit: int) -> None:
         """Add credit for items that the consumer has taken. On the loop's thread."""
         with self._lock:
@@ -109,6 +119,7 @@ class StreamCall(RpcCall):
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         # Numbered as an item, so that the caller reads it after all items.
         if self.session.calls.pop(self.number, None) is not None:
+            self.leave_batch = None
             if self.on_end is not None:
                 self.on_end(failure)
             self.session.send_result(((self.number, self._items, 0), kind, content))

@@ -109,6 +109,18 @@ class Actor:
         self._wait()
         return values
 
+    @batched(max_size=2)
+    async def items_together(self, counts: list[int], sizes: list[int]) -> AsyncIterator[list[Any]]:
+        for step in range(max(counts)):
+            await asyncio.sleep(0)
+            yield _entries(step, counts, sizes)
+
+    @batched(max_size=2)
+    def slow_items_together(self, counts: list[int], sizes: list[int]) -> Iterator[list[Any]]:
+        for step in range(max(counts)):
+            self._wait()
+            yield _entries(step, counts, sizes)
+
     @batched(Round(2))
     async def round(self, values: list[Any]) -> Any:
         await asyncio.sleep(0)
@@ -123,6 +135,11 @@ class Actor:
     def round_in_thread(self, values: list[Any]) -> Any:
         self._wait()
         return Broadcast(len(values))
+
+
+def _entries(step: int, counts: list[int], sizes: list[int]) -> list[Any]:
+    both = zip(counts, sizes, strict=True)
+    return [torch.ones(size) if step < count else StopAsyncIteration() for count, size in both]
 
 
 @max_concurrency(2)
@@ -393,6 +410,49 @@ async def large_batch(scene: Scene) -> Any:
 async def large_rounds(scene: Scene) -> Any:
     actor, value = remote(scene.actor()), torch.ones(LARGE)
     return len(await asyncio.gather(*(actor.large_round(value) for _ in range(2))))
+
+
+async def _count(method: Any, *args: Any, most: int = -1) -> int:
+    found = 0
+    async with contextlib.aclosing(aiter(method(*args))) as items:
+        async for _ in items:
+            found += 1
+            if found == most:
+                break
+    return found
+
+
+@operation(ways=TENSOR_WAYS)
+async def batch_of_streams(scene: Scene) -> Any:
+    method = remote(scene.actor()).items_together
+    return await asyncio.gather(*(_count(method, count, LARGE) for count in (1, 3, 2)))
+
+
+@operation()
+async def batch_of_long_streams(scene: Scene) -> Any:
+    method = remote(scene.actor()).items_together
+    return await asyncio.gather(*(_count(method, count, SMALL) for count in (70, 66)))
+
+
+@operation()
+async def batch_of_streams_of_a_def(scene: Scene) -> Any:
+    method = remote(scene.actor()).slow_items_together
+    return await asyncio.gather(*(_count(method, count, SMALL) for count in (1, 3, 2)))
+
+
+@operation()
+async def batch_of_streams_left_early(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    methods = actor.items_together, actor.slow_items_together
+    return await asyncio.gather(*(_count(each, 9, SMALL, most=2) for each in methods))
+
+
+@operation(waits=True)
+async def local_batch_of_streams(scene: Scene) -> Any:
+    actor = Actor(scene.loop)
+    one, other = actor.items_together, actor.slow_items_together
+    counts = _count(one, 1, SMALL), _count(one, 3, SMALL), _count(other, 2, SMALL)
+    return await asyncio.gather(*counts)
 
 
 @operation(waits=True)

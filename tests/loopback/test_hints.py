@@ -273,20 +273,6 @@ async def test_a_constructor_that_needs_the_event_loop() -> None:
     await create("main", make)
 
 
-def test_a_batched_generator() -> None:
-    """At the decoration."""
-
-    def items(xs: list[int]) -> Any:
-        yield xs
-
-    async def aitems(xs: list[int]) -> Any:
-        yield xs
-
-    for function in (items, aitems):
-        with pytest.raises(TypeError, match=r"items is a generator, .* without @batched"):
-            batched(max_size=2)(function)
-
-
 async def test_a_weight_that_is_no_number() -> None:
     @batched(max_size=2, weight=lambda x: x.sum(), max_weight=3)
     async def total(xs: list[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """`@batched` as a user writes it: checked by mypy and pyright, never run."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import assert_type
 
@@ -64,6 +65,18 @@ class Agent:
     def padded(self, states: Tensor) -> Tensor:
         return states
 
+    @batched(max_size=4)
+    async def generate(self, prompts: list[str]) -> AsyncIterator[list[int | StopAsyncIteration]]:
+        yield [len(prompt) or StopAsyncIteration() for prompt in prompts]
+
+    @batched(max_size=4)
+    def pairs(self, names: list[str], sizes: list[int]) -> Iterator[list[bytes]]:
+        yield [b"" for _ in names]
+
+    @batched(max_size=4, stack=True)
+    def unroll(self, states: Tensor) -> Iterator[Tensor]:
+        yield states
+
     @staticmethod
     @batched(max_size=4)
     async def shout(words: list[str]) -> list[str]:
@@ -95,6 +108,12 @@ async def remotely(rref: RRef[Agent], state: Tensor, observed: Observation) -> N
     assert_type(await call(rref, Agent.value, observed, discount=0.5), dict[str, Tensor])
     assert_type(await call("worker", double, 3), int)
     assert_type(await call("worker", negative, state), Tensor)
+    async for token in call(rref, Agent.generate, "a"):
+        assert_type(token, int)
+    async for pair in call(rref, Agent.pairs, "a", 1):
+        assert_type(pair, bytes)
+    async for tensor in call(rref, Agent.unroll, state):
+        assert_type(tensor, Tensor)
     await call(rref, Agent.select, 3)  # type: ignore[call-overload]  # pyright: ignore
     await call(rref, Agent.rank, "a")  # type: ignore[call-overload]  # pyright: ignore
     await call("worker", double, "3")  # type: ignore[call-overload]  # pyright: ignore
@@ -112,5 +131,9 @@ async def locally(agent: Agent, state: Tensor) -> None:
     assert_type(await double(3), int)
     assert_type(await negative(state), Tensor)
     assert_type(await asyncio.gather(double(3), agent.select(state)), tuple[int, int])
+    async for token in agent.generate("a"):
+        assert_type(token, int)
+    async for tensor in agent.unroll(state):
+        assert_type(tensor, Tensor)
     await agent.select(3)  # type: ignore[arg-type]  # pyright: ignore
     await agent.rank("a")  # type: ignore[call-arg]  # pyright: ignore

@@ -1,0 +1,221 @@
+"""Batches of generators: each step has an item for every caller that still iterates.
+
+A caller that ends, leaves or fails concerns no other. A slow one neither: the next step is made
+when one caller waits for an item, unless another is too far behind.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+from .._aio.wakeup import Wakeup
+from .._wire.columns import SharedValue
+from .._wire.connection_state import INITIAL_CREDIT
+from .results import ENDED
+
+MAX_BEHIND = 1024  # credit that a caller may owe while others go on, 64 MiB at most
+
+
+class Receiver(Protocol):
+    """The receiver of one caller's items."""
+
+    @property
+    def credit(self) -> int:
+        """Return how many small items the caller may be sent."""
+        ...
+
+    async def send_from_loop(self, item: Any) -> object:
+        """Send an item, also without credit."""
+
+    def call_when_credit(self, resume: Callable[[], None]) -> bool:
+        """Call `resume` once there is credit, or the caller has left; return False if there is."""
+        ...
+
+
+class Member(Protocol):
+    """A caller's call in a batch of a generator."""
+
+    receiver: Any
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether the caller needs no more."""
+        ...
+
+    on_leave: Callable[[], object] | None
+
+    def resolve(self, result: Any) -> None:
+        """End the caller's iteration: with an exception, if the result is one."""
+
+
+class StreamedBatch:
+    """The iteration of a batch of a generator, in the task that is running.
+
+    Args:
+        members: the calls of the batch.
+        can_interrupt: whether a step can be cancelled.
+    """
+
+    def __init__(self, members: Sequence[Member], *, can_interrupt: bool) -> None:
+        self._members = members
+        self._task = asyncio.current_task() if can_interrupt else None
+        self._is_stepping = False
+        self._credit_added: asyncio.Future[None] | None = None
+        for member in members:
+            member.on_leave = self._on_leave
+
+    async def run(self, steps: AsyncGenerator[Sequence[Any], None]) -> list[None]:
+        """Send the entries of each step to their callers until the end of `steps` or of all."""
+        try:
+            async with contextlib.aclosing(steps):
+                while self._remaining() and (entries := await self._step(steps)) is not None:
+                    for member, entry in zip(self._members, entries, strict=True):
+                        await _deliver(member, entry)
+                    await self._wait_for_credit()
+        finally:
+            for member in self._members:  # they and this are a cycle
+                member.on_leave = None
+        return [None] * len(self._members)
+
+    async def _step(self, steps: AsyncGenerator[Sequence[Any], None]) -> Sequence[Any] | None:
+        self._is_stepping = True
+        try:
+            return await anext(steps, None)
+        finally:
+            self._is_stepping = False
+
+    def _remaining(self) -> list[Member]:
+        return [each for each in self._members if not each.has_left]
+
+    async def _wait_for_credit(self) -> None:
+        """Wait until a caller has credit, and none is too far behind, or all have left."""
+        while receivers := [each.receiver for each in self._remaining()]:
+            credit = [each.credit for each in receivers]
+            if max(credit) > 0 and min(credit) > -MAX_BEHIND:
+                return
+            self._credit_added = asyncio.get_running_loop().create_future()
+            for receiver in receivers:
+                receiver.call_when_credit(self._wake)
+            await self._credit_added
+
+    def _wake(self) -> None:
+        if self._credit_added is not None and not self._credit_added.done():
+            self._credit_added.set_result(None)
+
+    def _on_leave(self) -> None:
+        """Close the generator if this was the last caller."""
+        if self._is_stepping and self._task is not None and not self._remaining():
+            self._task.cancel()
+        self._wake()
+
+
+async def _deliver(member: Member, entry: Any) -> None:
+    if member.has_left:
+        return
+    if entry is ENDED or isinstance(entry, BaseException):
+        member.resolve(None if entry is ENDED else entry)
+        return
+    try:
+        await member.receiver.send_from_loop(entry)
+    except Exception as exc:  # it cannot be pickled
+        member.resolve(exc)
+
+
+class LocalItems:
+    """The items of a batched generator that a caller of this process has not taken."""
+
+    def __init__(self) -> None:
+        self.credit = INITIAL_CREDIT
+        self.is_over = False
+        self._items: deque[Any] = deque()
+        self._failure: BaseException | None = None
+        self._wakeup = Wakeup()
+        self._resume: Callable[[], None] | None = None
+
+    async def send_from_loop(self, item: Any) -> None:
+        """Add an item: the very object."""
+        self._items.append(item.value if type(item) is SharedValue else item)
+        self.credit -= 1
+        self._wakeup.set()
+
+    def call_when_credit(self, resume: Callable[[], None]) -> bool:
+        """Call `resume` once the consumer has taken an item; return False if there is credit."""
+        if self.credit > 0:
+            return False
+        self._resume = resume
+        return True
+
+    def settle(self, answer: Any) -> None:
+        """End, with an exception or without."""
+        if not self.is_over:
+            self.is_over = True
+            self._failure = answer if isinstance(answer, BaseException) else None
+            self._wakeup.set()
+
+    def close(self) -> None:
+        """Drop what has not been taken: the consumer has left."""
+        self._items.clear()
+        self.is_over, self._failure = True, None
+        self._wakeup.set()
+
+    def is_awaited(self) -> bool:
+        """Return whether a task waits for the next item."""
+        return self._wakeup.is_awaited()
+
+    async def next(self) -> Any:
+        """Return the next item. A failure is raised once, after the items before it."""
+        while not self._items:
+            if self.is_over:
+                failure, self._failure = self._failure, None
+                raise StopAsyncIteration if failure is None else failure
+            await self._wakeup.wait()
+        self.credit += 1
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume()
+        return self._items.popleft()
+
+
+class LocalStream(AsyncIterator[Any]):
+    """The iterator of a caller of this process over a batched generator.
+
+    It joins the queue at the first `anext`. A cancelled wait loses nothing.
+
+    Args:
+        join: adds a call to the queue, and returns how to remove it.
+        name: name of the function.
+    """
+
+    def __init__(self, join: Callable[[LocalItems], Callable[[], object]], name: str) -> None:
+        self._items = LocalItems()
+        self._join: Callable[[LocalItems], Callable[[], object]] | None = join
+        self._name = name
+        self._leave: Callable[[], object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __repr__(self) -> str:
+        return f"<stream of {self._name}>"
+
+    async def __anext__(self) -> Any:
+        if self._items.is_awaited():
+            raise RuntimeError("another task waits for the next item of this stream")
+        join, self._join = self._join, None
+        if join is not None:
+            self._loop = asyncio.get_running_loop()
+            self._leave = join(self._items)
+        return await self._items.next()
+
+    async def aclose(self) -> None:
+        """Leave the batch. When all callers have left, the generator is closed. `break` does so."""
+        self._join = None
+        self._items.close()
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+    def __del__(self) -> None:
+        # Garbage may be collected in any thread, and after the loop's end.
+        if self._leave is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._leave)
