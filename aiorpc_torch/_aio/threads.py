@@ -6,7 +6,6 @@ order of arrival nor how long a thread is busy.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import os
@@ -173,7 +172,7 @@ async def run_in_thread(
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    outcomes: list[concurrent.futures.Future[T]] = []
+    outcomes: list[tuple[T | None, BaseException | None]] = []
 
     def complete() -> None:
         if done.done():  # cancelled
@@ -183,7 +182,10 @@ async def run_in_thread(
 
     def work() -> None:
         nonlocal function
-        outcomes.append(_outcome(function))
+        try:
+            outcomes.append((run_in_method(function), None))
+        except BaseException as exc:
+            outcomes.append((None, exc))
         del function
         call_soon(loop, complete)
 
@@ -192,17 +194,13 @@ async def run_in_thread(
     else:
         threading.Thread(target=work, name=name, daemon=True).start()
     await done
-    return outcomes.pop().result()
-
-
-def _outcome(function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """Return what `function` returns or raises."""
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    result, failure = outcomes.pop()
+    if failure is None:
+        return result  # type: ignore[return-value]
     try:
-        outcome.set_result(run_in_method(function))
-    except BaseException as exc:
-        outcome.set_exception(exc)
-    return outcome
+        raise failure
+    finally:
+        del failure  # its traceback refers to this frame
 
 
 class ThreadCache:

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from .._aio.identity import WeakIdentityDict
+from .._context.recording import current_record
 from .._endpoint.entry_points import serving
 from .._endpoint.runtime import (
     in_event_loop,
@@ -19,7 +20,7 @@ from .._endpoint.runtime import (
     warn_if_switch_is_void,
 )
 from .._torch.compat import RRefBase
-from .._turns.turns import METHOD_TURNS
+from .._turns.turns import METHOD_TURNS, is_limited
 from .._wire.by_value import refuse_by_value
 from .._wire.messages import Arguments
 from .._wire.targets import GENERATOR_HINT
@@ -298,14 +299,23 @@ class Batched:
     def __aiorpc_join__(
         self, instance: Any, on_result: ResultCallback, receiver: Any, work: Arguments, caller: str
     ) -> Callable[[], object]:
-        """Enqueue a call from another worker, without a future or task; return how to cancel it."""
+        """Enqueue a call from another worker, without a future or task; return how to cancel it.
+
+        Raises:
+            TypeError: for a contribution to a round that carries gradients.
+        """
         if receiver is None and self._batch_function.is_generator:
             raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}")
         args, kwargs = work
         if self._is_method and instance is None:
             instance, args = self._take_instance(args)
         bound = self._batch_function.bind(args, kwargs)
-        return self._queue(instance).join(instance, bound, on_result, caller, receiver).cancel
+        queue = self._queues.get(self if instance is None else instance)
+        if queue is None:
+            queue = self._queue(instance)
+        if isinstance(self._policy, Round) and (recording := current_record()) is not None:
+            recording.drop_graph(self.__qualname__)  # a round is of many contexts
+        return queue.join(instance, bound, on_result, caller, receiver).cancel
 
     @property
     def __aiorpc_streams__(self) -> bool:
@@ -345,7 +355,13 @@ class Batched:
                 f"{self.__qualname__} is no method: a number of its policy cannot be a function of "
                 f"the object, got {self._policy}"
             )
-        queue = BatchQueue(self._batch_function, self._policy, self._traits_of, self._counters)
+        queue = BatchQueue(
+            self._batch_function,
+            self._policy,
+            self._traits_of,
+            self._counters,
+            has_limit=instance is not None and is_limited(instance),
+        )
         try:
             self._queues.set(owner, queue)
         except TypeError:

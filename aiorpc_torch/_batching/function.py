@@ -167,7 +167,11 @@ class BatchFunction:
         if self._rows is not None:
             calls = with_rows(calls, rows_of(calls, self._rows))
         columns = zip(*calls, strict=True)
-        values = [collate(each, collator) if self._stacked else [*each] for each in columns]
+        values: list[Any]
+        if self._stacked:
+            values = [collate(each, collator) for each in columns]
+        else:
+            values = [*map(list, columns)]
         head = (instance,) if self._is_method else ()
         if not self._keywords:
             return self._function(*head, *values)

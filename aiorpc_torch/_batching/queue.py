@@ -8,17 +8,20 @@ import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from sys import modules
 from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
+from .._context import propagation
 from .._context.cancellation import ask_whether_given_up
-from .._context.interception import CallInfo, End, caller_context, enter_batch
+from .._context.interception import TRACER, CallInfo, End, caller_context, enter_batch
 from .._context.recording import ContextRecord, current_record, enter_record
 from .._endpoint.entry_points import serving
-from .._turns.turns import is_limited, turns_of
+from .._turns.turns import turns_of
 from .._wire.ancestry import (
     BATCH,
     BatchId,
@@ -34,10 +37,10 @@ from .._wire.columns import SharedValue
 from .._wire.exceptions import LeavingWorker, note_has_run
 from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError
 from .function import BatchFunction
-from .policies import Fill, Policy, Round, has_functions, numbers_of
+from .policies import Fill, Policy, has_functions, numbers_of
 from .results import failure_per_caller
 from .rounds import RoundScheduler
-from .scheduler import Batch, FillScheduler, Scheduler, TimedOutRound
+from .scheduler import DEFAULT_TRAITS, Batch, FillScheduler, Scheduler, TimedOutRound
 from .stats import BatchCounters
 from .streams import Receiver, StreamedBatch
 from .traits import CallArgs, TraitsFunction
@@ -46,6 +49,9 @@ CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when i
 
 LOCAL_CALLER = "a local caller"
 """The caller of a batched function in a process without a worker."""
+
+# Functions of C: comprehensions are functions of Python until 3.12.
+_ARGS, _ARRIVAL, _SCOPES = map(attrgetter, ("args", "arrival", "scopes"))
 
 ResultCallback = Callable[[Any], None]
 """Called with the result of one call: a value, or an exception to raise."""
@@ -58,13 +64,8 @@ class RunningBatch:
     task: "asyncio.Task[None]"
     recording: ContextRecord | None
     """That of every member, or None."""
-    name: InitVar[str]
     id: BatchId = field(default_factory=new_batch)
     is_finished: bool = False
-
-    def __post_init__(self, name: str) -> None:
-        if self.recording is not None:  # the calls are recorded even if members are cancelled
-            self.recording.hold(self, name)
 
     def finish(self) -> None:
         """Mark the batch as finished: its callers may get their results."""
@@ -87,11 +88,11 @@ class QueuedCall:
     on_result: ResultCallback
     arrival: float
     caller: str
-    scopes: frozenset[BatchScope] = field(default_factory=current_scopes)
-    recording: ContextRecord | None = field(default_factory=current_record)
-    context: contextvars.Context | None = field(default_factory=caller_context)
-    receiver: Receiver | None = None
+    receiver: Receiver | None
     """Receives the items, if the function is a generator."""
+    scopes: frozenset[BatchScope]
+    recording: ContextRecord | None
+    context: contextvars.Context | None
     on_leave: Callable[[], object] | None = None
     """Is called when the caller leaves the batch that runs."""
 
@@ -149,15 +150,19 @@ class BatchQueue:
         self,
         function: BatchFunction,
         policy: Policy,
-        traits_of: TraitsFunction,
+        traits_of: TraitsFunction | None,
         counters: BatchCounters,
+        *,
+        has_limit: bool,
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._function = function
         self._given = self._policy = policy
         self._traits_of = traits_of
         self._counters = counters
+        self._has_limit = has_limit  # the object does
         self._varies = has_functions(policy)
+        self._is_bounded = getattr(policy, "max_pending", None) is not None
         self._scheduler = _new_scheduler(policy)
         self._running: dict[Batch[QueuedCall], RunningBatch] = {}
         self._dispatcher: asyncio.Task[None] | None = None  # begins in the next loop iteration
@@ -166,12 +171,12 @@ class BatchQueue:
         _queues.set(self, None)
 
     def __len__(self) -> int:
-        return len(self._scheduler)
+        return len(self._scheduler.waiting)
 
     def submit(self, instance: Any, args: CallArgs, caller: str) -> QueuedFuture:
         """Enqueue a local call; return the future of its result."""
         future = QueuedFuture(loop=asyncio.get_running_loop())
-        future.call = self._add(instance, args, future.resolve, caller)
+        future.call = self.join(instance, args, future.resolve, caller)
         return future
 
     def join(
@@ -182,43 +187,39 @@ class BatchQueue:
         caller: str,
         receiver: Receiver | None = None,
     ) -> QueuedCall:
-        """Enqueue a remote call. `on_result` is called once, unless the call is cancelled.
+        """Enqueue a call. `on_result` is called once, unless the call is cancelled.
 
         `receiver` gets the items of a generator before.
 
         Raises:
             QueueFull: if `max_pending` calls wait already.
-            TypeError: for a contribution to a round that carries gradients.
         """
-        if isinstance(self._policy, Round) and (recording := current_record()) is not None:
-            recording.drop_graph(self._function.name)  # a round is of many contexts
-        call = self._add(instance, args, on_result, caller)
-        call.receiver = receiver
-        return call
-
-    def _add(
-        self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
-    ) -> QueuedCall:
-        if entered_scopes():
+        if scopes := entered_scopes():
             self._reject_reentry(instance)
+            scopes = current_scopes()
+        context = caller_context() if propagation.used or TRACER in modules else None
+        recording = current_record()
         loop = asyncio.get_running_loop()
         if self.loop is not loop:
             self._bind_loop(loop)
         if self._varies:
             self._renew_numbers(instance)
-        if not self._scheduler.can_accept():
+        if self._is_bounded and not self._scheduler.can_accept():
             name, limit = self._function.name, len(self)
             text = f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending"
             raise QueueFull(text)
         now = loop.time()
-        call = QueuedCall(self, instance, args, on_result, now, caller)
-        traits = self._traits_of(args, caller)
-        if call.recording is not None and isinstance(self._policy, Fill):
+        call = QueuedCall(
+            self, instance, args, on_result, now, caller, receiver, scopes, recording, context
+        )
+        traits = DEFAULT_TRAITS if self._traits_of is None else self._traits_of(args, caller)
+        if recording is not None and isinstance(self._policy, Fill):
             # Calls of two autograd contexts never share a batch: its members have one graph, which
             # a backward of either would free.
-            traits = traits._replace(key=(call.recording.id, traits.key))
+            traits = traits._replace(key=(recording.id, traits.key))
         self._scheduler.add(call, now, traits)
-        self._schedule_dispatch()
+        if self._dispatcher is None or self._dispatcher.done():  # as `_schedule_dispatch`
+            self._dispatcher = self._new_task()
         return call
 
     def _renew_numbers(self, instance: Any) -> None:
@@ -267,7 +268,7 @@ class BatchQueue:
 
     def _reject_reentry(self, instance: Any) -> None:
         batches = ancestor_batches()
-        if batches and is_limited(instance):
+        if batches and self._has_limit:
             turns_of(instance).refuse_own_call(self._function.name, batches)
         if batches and any(batch.id in batches for batch in self._running.values()):
             raise RuntimeError(
@@ -313,7 +314,7 @@ class BatchQueue:
                 error = asyncio.CancelledError()
                 size, name = len(batch.items), self._function.name
                 self._finish_batch(batch, running, failure_per_caller(error, size, name))
-        if len(self._scheduler):
+        if self._scheduler.waiting:
             self._schedule_dispatch()
 
     def _dispatch(self, task: "asyncio.Task[None]") -> Batch[QueuedCall] | None:
@@ -326,28 +327,25 @@ class BatchQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        ready = [*self._take_batches(self.loop.time())]
-        for batch in ready[1:]:
-            self._register(batch, self._new_task(batch))
-        if (deadline := self._scheduler.deadline()) is not None:
-            self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
-        if not ready:
-            return None
-        self._register(ready[0], task)
-        return ready[0]
-
-    def _take_batches(self, now: float) -> Iterator[Batch[QueuedCall]]:
-        while (batch := self._scheduler.next_batch(now)) is not None:
+        scheduler, now = self._scheduler, self.loop.time()
+        first: Batch[QueuedCall] | None = None
+        while scheduler.waiting and (batch := scheduler.next_batch(now)) is not None:
             if isinstance(batch, TimedOutRound):
                 self._fail_round(batch)
                 continue
-            waits = [now - call.arrival for call in batch.items]
+            waits = [*map(now.__sub__, map(_ARRIVAL, batch.items))]
             self._counters.count_batch(batch.reason._value_, waits)
-            yield batch
+            self._register(batch, task if first is None else self._new_task(batch))
+            first = first or batch
+        if scheduler.waiting and (deadline := scheduler.deadline()) is not None:
+            self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
+        return first
 
     def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
         recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
-        self._running[batch] = RunningBatch(task, recording, self._function.name)
+        self._running[batch] = running = RunningBatch(task, recording)
+        if recording is not None:  # the calls are recorded even if members are cancelled
+            recording.hold(running, self._function.name)
 
     def _fail_round(self, timed_out: TimedOutRound[QueuedCall]) -> None:
         self._counters.count_rejected("timeout")
@@ -364,7 +362,7 @@ class BatchQueue:
         if batch is None:
             return
         running = self._running[batch]
-        args = [call.args for call in batch.items]
+        args = [*map(_ARGS, batch.items)]
         asked = [batch]  # emptied later: the function's context outlives the members
         end: End | None = None
         failure: BaseException | None = None
@@ -387,11 +385,10 @@ class BatchQueue:
         """Enter the context of the function, in which `is_cancelled` asks for these batches."""
         if running.recording is not None:
             enter_record(running.recording)
-        of_callers = [call.scopes for call in batch.items if call.scopes]
-        enter_scopes(frozenset((running.scope(),)).union(*of_callers))
+        enter_scopes(frozenset((running.scope(),)).union(*map(_SCOPES, batch.items)))
         note_call((BATCH, running.id[1]))
         ask_whether_given_up(functools.partial(_have_all_left, asked))
-        return self._observe(batch)
+        return self._observe(batch) if propagation.used or TRACER in modules else None
 
     def _observe(self, batch: Batch[QueuedCall]) -> End | None:
         """Enter the context variables that its callers share, and tell the interceptors of it."""
@@ -408,9 +405,11 @@ class BatchQueue:
     def _run_function(
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
     ) -> Coroutine[Any, Any, Sequence[Any]]:
-        instance = batch.items[0].instance
-        in_turn = is_limited(instance)
-        return self._run_in_turn(batch, args) if in_turn else self._run_now(batch, args)
+        if self._has_limit:
+            return self._run_in_turn(batch, args)
+        if self._function.is_generator:
+            return self._iterate(batch, args)
+        return self._function.run(batch.items[0].instance, args)
 
     async def _run_in_turn(
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
@@ -420,27 +419,27 @@ class BatchQueue:
         async with turns_of(instance).hold(self._function.name):
             if _have_all_left((batch,)):
                 raise asyncio.CancelledError  # every caller has left while the batch waited
-            return await self._run_now(batch, args)
+            if self._function.is_generator:
+                return await self._iterate(batch, args)
+            return await self._function.run(instance, args)
 
-    def _run_now(
+    def _iterate(
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
     ) -> Coroutine[Any, Any, Sequence[Any]]:
-        instance, function = batch.items[0].instance, self._function
-        if not function.is_generator:
-            return function.run(instance, args)
-        stream = StreamedBatch(batch.items, can_interrupt=function.is_async)
-        return stream.run(function.iterate(instance, args))
+        """Send the items of the generator to the callers."""
+        steps = self._function.iterate(batch.items[0].instance, args)
+        return StreamedBatch(batch.items, can_interrupt=self._function.is_async).run(steps)
 
     def _finish_batch(
         self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]
     ) -> None:
         """Free the slot of a batch and give its callers their results."""
         running.finish()
-        if self._running.pop(batch, None) is None or self._is_loop_closed():
+        loop = self.loop
+        if self._running.pop(batch, None) is None or loop is None or loop.is_closed():
             return  # the loop was closed, and the callers ended with it
-        assert self.loop is not None
-        self._scheduler.finish_batch(self.loop.time())
-        if len(self._scheduler):
+        self._scheduler.finish_batch(loop.time())
+        if self._scheduler.waiting:
             self._schedule_dispatch()
         for call, result in zip(batch.items, results, strict=True):
             call.resolve(result)

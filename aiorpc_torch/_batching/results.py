@@ -62,7 +62,10 @@ def split_results(
     """
     # The usual case first, as fast as it can be.
     if type(result) is list and len(result) == size and rows is None and not for_all:
-        return _distinct(result[:], name)
+        for value in result:
+            if isinstance(value, BaseException):
+                return _distinct(result[:], name)
+        return result[:]
     if type(result) is EachValue:
         result = [*map(_own_row, result.values)]
     elif for_all or type(result) is Broadcast:

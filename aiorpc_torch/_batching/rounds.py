@@ -19,7 +19,7 @@ class RoundScheduler(Scheduler[T]):
     def __init__(self, policy: Round) -> None:
         super().__init__(slots=1)
         self._policy: Any = policy  # its numbers are known once `use` was called, if not before
-        self._waiting: dict[T, tuple[float, CallTraits]] = {}  # with the times of arrival
+        self.waiting: dict[T, tuple[float, CallTraits]] = {}  # with the times of arrival
         self._last_end = float("-inf")  # of the previous round
         # The latest contributor last. Members are not declared: workers may join and leave.
         self._known_members: dict[Hashable, None] = {}
@@ -33,21 +33,21 @@ class RoundScheduler(Scheduler[T]):
         Raises:
             ValueError: if its key differs from the waiting ones: a round cannot contain both.
         """
-        if any(traits.key != other.key for _, other in islice(self._waiting.values(), 1)):
+        if any(traits.key != other.key for _, other in islice(self.waiting.values(), 1)):
             raise ValueError(
                 "a contribution differs in structure, dtypes or shapes from those that wait"
             )
         self._known_members.pop(traits.member, None)
         self._known_members[traits.member] = None
-        self._waiting[item] = now, traits
+        self.waiting[item] = now, traits
         if len(self._known_members) > 4 * self._policy.size:  # members come and go
             del self._known_members[next(iter(self._known_members))]
 
     def discard(self, item: T) -> bool:
-        return self._waiting.pop(item, None) is not None
+        return self.waiting.pop(item, None) is not None
 
     def deadline(self) -> float | None:
-        if self._running or not self._waiting:
+        if self._running or not self.waiting:
             return None
         return self._timeout_at()
 
@@ -59,7 +59,7 @@ class RoundScheduler(Scheduler[T]):
         if self._policy.timeout is None:
             return None
         # Not before the previous round ends: a missing member may wait for that one's result.
-        since, _ = next(iter(self._waiting.values()))
+        since, _ = next(iter(self.waiting.values()))
         return max(since, self._last_end) + self._policy.timeout  # type: ignore[no-any-return]
 
     def _select_batch(self, now: float) -> Batch[T] | TimedOutRound[T] | None:
@@ -78,7 +78,7 @@ class RoundScheduler(Scheduler[T]):
         """Return the contributions to the next round, each with its member."""
         members: dict[T, Hashable] = {}
         present = set()
-        for item, (_, traits) in self._waiting.items():
+        for item, (_, traits) in self.waiting.items():
             if len(members) == self._policy.size:
                 break
             if self._policy.member is None or traits.member not in present:
@@ -88,7 +88,7 @@ class RoundScheduler(Scheduler[T]):
 
     def _remove(self, members: dict[T, Hashable]) -> tuple[T, ...]:
         for item in members:
-            del self._waiting[item]
+            del self.waiting[item]
         return tuple(members)
 
     def _time_out(self, members: dict[T, Hashable]) -> TimedOutRound[T]:

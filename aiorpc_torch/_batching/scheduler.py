@@ -65,17 +65,20 @@ class Scheduler(abc.ABC, Generic[T]):
     """The waiting items of one queue; up to `slots` batches run at once.
 
     Items are told apart by hash and equality: use objects that compare by identity.
+
+    Attributes:
+        waiting: the waiting items, in order of arrival.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._running = 0
-        self._waiting: dict[T, Any] = {}  # in order of arrival
+        self.waiting: dict[T, Any] = {}
 
     @property
     def is_idle(self) -> bool:
         """Return whether nothing waits and nothing runs."""
-        return not self._waiting and not self._running
+        return not self.waiting and not self._running
 
     def can_accept(self) -> bool:
         """Return whether another item may wait."""
@@ -83,7 +86,7 @@ class Scheduler(abc.ABC, Generic[T]):
 
     def __len__(self) -> int:
         """Return the number of waiting items."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     @abc.abstractmethod
     def use(self, policy: Any) -> None:
@@ -106,8 +109,8 @@ class Scheduler(abc.ABC, Generic[T]):
 
     def close(self) -> tuple[T, ...]:
         """Remove and return all waiting items, in order of arrival."""
-        waiting = tuple(self._waiting)
-        self._waiting.clear()
+        waiting = tuple(self.waiting)
+        self.waiting.clear()
         return waiting
 
     @abc.abstractmethod
@@ -140,7 +143,7 @@ class FillScheduler(Scheduler[T]):
         super().__init__(policy.max_concurrent_batches)  # type: ignore[arg-type]
         self._policy: Any = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
-        self._waiting: dict[T, Hashable] = {}  # with their keys
+        self.waiting: dict[T, Hashable] = {}  # with their keys
         self._full: set[Hashable] = set()  # keys with a full batch, while there are several keys
         self._added = 0
 
@@ -151,7 +154,7 @@ class FillScheduler(Scheduler[T]):
 
     def can_accept(self) -> bool:
         limit = self._policy.max_pending
-        return limit is None or len(self._waiting) < limit
+        return limit is None or len(self.waiting) < limit
 
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         key, weight, _ = traits
@@ -159,7 +162,7 @@ class FillScheduler(Scheduler[T]):
         if queue is None:
             queue = self._key_queues[key] = {}
         queue[item] = self._added, now, weight
-        self._waiting[item] = key
+        self.waiting[item] = key
         self._added += 1
         # A key that was alone is noted at its next change. Until then it has the oldest item, so
         # `_select_batch` looks at it first. (tests/unit/batching/test_policies.py)
@@ -167,15 +170,15 @@ class FillScheduler(Scheduler[T]):
             self._note_full(key)
 
     def discard(self, item: T) -> bool:
-        if item not in self._waiting:
+        if item not in self.waiting:
             return False
-        self._remove(self._waiting[item], (item,))
+        self._remove(self.waiting[item], (item,))
         return True
 
     def deadline(self) -> float | None:
-        if self._running >= self._slots or not self._waiting:
+        if self._running >= self._slots or not self.waiting:
             return None
-        oldest = _oldest(self._key_queues[self._oldest_key()])[1]
+        oldest = _oldest(self._key_queues[next(iter(self.waiting.values()))])[1]
         return oldest + self._policy.max_wait  # type: ignore[no-any-return]
 
     def close(self) -> tuple[T, ...]:
@@ -184,18 +187,15 @@ class FillScheduler(Scheduler[T]):
         return super().close()
 
     def _select_batch(self, now: float) -> Batch[T] | None:
-        if not self._waiting:
+        if not self.waiting:
             return None
         # The key with the oldest item goes first: no key starves. If that item has not waited long
         # enough, no item has, and only a full batch may start.
-        batch = self._batch_of(self._oldest_key(), now)
+        batch = self._batch_of(next(iter(self.waiting.values())), now)
         if batch is not None or len(self._key_queues) == 1 or not self._full:
             return batch
         queues = self._key_queues
         return self._batch_of(min(self._full, key=lambda key: _oldest(queues[key])), now)
-
-    def _oldest_key(self) -> Hashable:
-        return next(iter(self._waiting.values()))
 
     def _batch_of(self, key: Hashable, now: float) -> Batch[T] | None:
         """Remove and return the next batch of `key`, None if it may not start yet."""
@@ -240,7 +240,7 @@ class FillScheduler(Scheduler[T]):
             self._full.discard(key)
 
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
-        queue, keys = self._key_queues[key], self._waiting
+        queue, keys = self._key_queues[key], self.waiting
         for item in items:
             del queue[item], keys[item]
         if not queue:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .collate import Collation, collate_key, row_count, row_counts
 from .policies import Policy, Round
-from .scheduler import DEFAULT_TRAITS, CallTraits
+from .scheduler import CallTraits
 
 CallArgs = tuple[Any, ...]
 """One call's arguments in the order of the function's parameters."""
@@ -20,8 +20,13 @@ TraitsFunction = Callable[[CallArgs, str], CallTraits]
 """Returns the traits of a call from its arguments and its worker's name."""
 
 
-def traits_function(policy: Policy, name: str, collation: Collation | None) -> TraitsFunction:
-    """Return the traits function of the batched function `name`; it raises for invalid calls."""
+def traits_function(
+    policy: Policy, name: str, collation: Collation | None
+) -> TraitsFunction | None:
+    """Return the traits function of the batched function `name`; it raises for invalid calls.
+
+    None if all calls have the default traits.
+    """
     collated = None if collation is None else _collated(collation, name)
     if isinstance(policy, Round):
         return _round_traits(policy, collated)
@@ -37,7 +42,7 @@ def traits_function(policy: Policy, name: str, collation: Collation | None) -> T
         return CallTraits((group, keys), weighs if rows is None else float(rows))
 
     has_traits = collated is not None or key is not None or weight is not None
-    return traits if has_traits else lambda _, __: DEFAULT_TRAITS
+    return traits if has_traits else None
 
 
 def _round_traits(

@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from torch.futures import Future
@@ -32,14 +32,14 @@ def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any
     return endpoint.accept_torch(function, *args, **kwargs)
 
 
-async def in_thread(function: Callable[[], T]) -> T:
+def in_thread(function: Callable[[], T]) -> Coroutine[Any, Any, T]:
     """Run a plain function in a thread of the worker; without a worker, in a new thread."""
     endpoint = entry_points.serving()
     if (recording := current_record()) is not None:
         function = functools.partial(recording.run, function)
     run = functools.partial(contextvars.copy_context().run, function)
     start = None if endpoint is None else endpoint.lend_thread
-    return await run_in_thread(run, "aiorpc-def", start)
+    return run_in_thread(run, "aiorpc-def", start)
 
 
 def in_event_loop() -> bool:

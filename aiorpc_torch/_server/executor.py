@@ -71,18 +71,14 @@ class Executor:
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    def start(self, calls: Iterable[ServerCall]) -> None:
+    def start(self, calls: Iterable[ServerCall], *, were_held: bool = False) -> None:
         """Start calls in order; those of plain functions that follow each other, together."""
-        if self.holds is not None and self.refusal is None:
-            calls = [each for each in calls if not self.holds(each)]
-        self.restart(calls)
-
-    def restart(self, calls: Iterable[ServerCall]) -> None:
-        """Start calls, as `start`, that are held no more."""
         if self.refusal is not None:
             for call in calls:
                 call.abandon(self.refusal())
             return
+        if self.holds is not None and not were_held:
+            calls = [each for each in calls if not self.holds(each)]
         plain: list[ServerCall] = []
         for call in calls:
             if not call.on_loop:
@@ -95,18 +91,13 @@ class Executor:
                 continue
             if call.joiner is None:
                 self._start_task(call)
+            elif isinstance(call, CallInTurn):
+                self._wait_for_turn(call)
             else:
-                self._join(call, call.joiner)
+                # A copy: `key=` and `weight=` are functions of the user, and may set variables.
+                self._context.copy().run(_join_batch, call, call.joiner)
         if plain:
             self._start_in_threads(plain)
-
-    def _join(self, call: ServerCall, joiner: Joiner) -> None:
-        """Let a call join the batches of its instance, or wait for the turn of its object."""
-        if isinstance(call, CallInTurn):
-            self._wait_for_turn(call)
-        else:
-            # A copy: `key=` and `weight=` are functions of the user, and may set variables.
-            self._context.copy().run(_join_batch, call, joiner)
 
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name

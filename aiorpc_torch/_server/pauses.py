@@ -134,7 +134,7 @@ class Pauses:
     def _start(self, calls: Collection[ServerCall]) -> None:
         for call in calls:
             call.leave_batch = None
-        self._executor.restart(calls)
+        self._executor.start(calls, were_held=True)
 
     async def _wait_for_calls(self, found: _PausedObject) -> None:
         """Wait until what runs has ended, and the calls that pass meanwhile.
