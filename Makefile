@@ -130,7 +130,7 @@ gpu:
 gpu-carry:
 	$(PYTHON) -m tests.gpu.carry
 
-# The order tests under compute-sanitizer's memcheck and racecheck, half an hour at most.
+# The order tests under compute-sanitizer's memcheck and racecheck: some minutes, half an hour at most.
 gpu-sanitize:
 	$(PYTHON) -m tests.gpu --sanitize
 

@@ -126,7 +126,8 @@ def run_in_method(function: Callable[..., T], *args: Any) -> T:
     except BaseException as exc:
         end_fork_since(before, exc)
         raise
-    end_fork_since(before)
+    if generation != before:
+        end_fork_since(before)
     return result
 
 

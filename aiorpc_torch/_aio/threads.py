@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from .fork import run_in_method
-from .loops import call_soon
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class DaemonThreadPool:
         self._is_watched = self._is_closed = False
         self._last_start = 0.0
 
-    def submit(self, tasks: Iterable[Task]) -> None:
+    def submit(self, *tasks: Task) -> None:
         """Run tasks, which must not raise, each in one of the threads. Callable from any thread.
 
         After `close` they run one after another in a new thread: whoever awaits a task, a batch of
@@ -187,7 +186,8 @@ async def run_in_thread(
         except BaseException as exc:
             outcomes.append((None, exc))
         del function
-        call_soon(loop, complete)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(complete)
 
     if start is not None:
         start(work)

@@ -309,13 +309,14 @@ class Batched:
         args, kwargs = work
         if self._is_method and instance is None:
             instance, args = self._take_instance(args)
-        bound = self._batch_function.bind(args, kwargs)
+        if kwargs or len(args) != self._batch_function.positional:
+            args = self._batch_function.bind(args, kwargs)
         queue = self._queues.get(self if instance is None else instance)
         if queue is None:
             queue = self._queue(instance)
         if isinstance(self._policy, Round) and (recording := current_record()) is not None:
             recording.drop_graph(self.__qualname__)  # a round is of many contexts
-        return queue.join(instance, bound, on_result, caller, receiver).cancel
+        return queue.join(instance, args, on_result, caller, receiver).cancel
 
     @property
     def __aiorpc_streams__(self) -> bool:

@@ -6,7 +6,7 @@ A generator function runs once too, and each of its steps is for all calls of th
 import contextlib
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,11 +51,11 @@ class BatchFunction:
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         self._signature = inspect.Signature(parameters)
         self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self._positional = len(parameters) if not self._keywords else -1
+        self.positional = len(parameters) if not self._keywords else -1
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgs:
         """Return one call's arguments in the order of the parameters, with defaults."""
-        if not kwargs and len(args) == self._positional:
+        if not kwargs and len(args) == self.positional:
             return args
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -64,13 +64,30 @@ class BatchFunction:
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
-    def run(self, instance: Any, calls: Sequence[CallArgs]) -> Coroutine[Any, Any, list[Any]]:
-        """Call the function once for all `calls`; return one result per call, when awaited.
+    async def run(
+        self,
+        instance: Any,
+        calls: Sequence[CallArgs],
+        compute: Callable[[Collator], Any] | None = None,
+    ) -> list[Any]:
+        """Call the function, or `compute`, once for all `calls`; return one result per call.
 
         Raises:
             BatchContractError: if the function does not return one result per call.
         """
-        return self._results_of(functools.partial(self._call, instance, calls), calls)
+        if compute is None:
+            compute = functools.partial(self._call, instance, calls)
+        if self._cuda is not None:
+            return await self._results_on_cuda(self._cuda_collator, compute, calls)
+        if not self.is_async:
+            return await in_thread(lambda: self._split(compute(self._collator), calls))
+        result = await compute(self._collator)
+        fence = fence_tree(result) if self._stacked else None
+        if fence is None:
+            return self._split(result, calls)
+        # In a thread: the loop must not wait for a device.
+        split = functools.partial(self._split_after, fence.wait, result, calls)
+        return await in_thread(split)
 
     async def iterate(
         self, instance: Any, calls: Sequence[CallArgs]
@@ -89,7 +106,7 @@ class BatchFunction:
             return _next(source) if self.is_async else next(source, ENDED)
 
         try:
-            while (results := await self._results_of(step, calls)) is not ENDED:
+            while (results := await self.run(instance, calls, step)) is not ENDED:
                 yield results
         finally:
             await self._close(source)
@@ -102,22 +119,6 @@ class BatchFunction:
             return
         with contextlib.suppress(ValueError):  # it runs: its thread closes it as that forgets it
             await in_thread(source.close)
-
-    async def _results_of(
-        self, compute: Callable[[Collator], Any], calls: Sequence[CallArgs]
-    ) -> list[Any]:
-        """Compute in a thread, or await what is returned if the function is async; split it."""
-        if self._cuda is not None:
-            return await self._results_on_cuda(self._cuda_collator, compute, calls)
-        if not self.is_async:
-            return await in_thread(lambda: self._split(compute(self._collator), calls))
-        result = await compute(self._collator)
-        fence = fence_tree(result) if self._stacked else None
-        if fence is None:
-            return self._split(result, calls)
-        # In a thread: the loop must not wait for a device.
-        split = functools.partial(self._split_after, fence.wait, result, calls)
-        return await in_thread(split)
 
     @functools.cached_property
     def _cuda_collator(self) -> CudaCollator:

@@ -9,7 +9,7 @@ import contextvars
 import functools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from sys import modules
 from typing import Any
@@ -24,13 +24,14 @@ from .._endpoint.entry_points import serving
 from .._turns.turns import turns_of
 from .._wire.ancestry import (
     BATCH,
+    HERE,
     BatchId,
     BatchScope,
     ancestor_batches,
+    batch_numbers,
     current_scopes,
     enter_scopes,
     entered_scopes,
-    new_batch,
     note_call,
 )
 from .._wire.columns import SharedValue
@@ -64,7 +65,7 @@ class RunningBatch:
     task: "asyncio.Task[None]"
     recording: ContextRecord | None
     """That of every member, or None."""
-    id: BatchId = field(default_factory=new_batch)
+    id: BatchId
     is_finished: bool = False
 
     def finish(self) -> None:
@@ -343,7 +344,7 @@ class BatchQueue:
 
     def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
         recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
-        self._running[batch] = running = RunningBatch(task, recording)
+        self._running[batch] = running = RunningBatch(task, recording, (HERE, next(batch_numbers)))
         if recording is not None:  # the calls are recorded even if members are cancelled
             recording.hold(running, self._function.name)
 

@@ -34,11 +34,11 @@ def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any
 
 def in_thread(function: Callable[[], T]) -> Coroutine[Any, Any, T]:
     """Run a plain function in a thread of the worker; without a worker, in a new thread."""
-    endpoint = entry_points.serving()
+    node = entry_points.here
     if (recording := current_record()) is not None:
         function = functools.partial(recording.run, function)
     run = functools.partial(contextvars.copy_context().run, function)
-    start = None if endpoint is None else endpoint.lend_thread
+    start = None if node is None else node.server.lend_thread
     return run_in_thread(run, "aiorpc-def", start)
 
 

@@ -113,10 +113,23 @@ class ServerCall:
             args, kwargs = self.take_arguments()
         return self.function(*args, **kwargs)
 
+    def join(self, joiner: Joiner) -> None:
+        """Join a batch, in the current context."""
+        try:
+            if self.scope is not None or self.recording is not None or self.carried is not None:
+                self.enter_context()
+            if self.fence is None:  # as in `invoke`
+                arguments, self.arguments = self.arguments, _TAKEN
+            else:
+                arguments = self.take_arguments()
+            self.leave_batch = joiner(self.settle, self.receiver, arguments, self.caller)
+        except BaseException as exc:  # raised by user code
+            self.fail(exc)
+
     def enter_context(self) -> None:
         """Make the current context a part of the call."""
         if self.scope is not None:
-            enter_scopes((self.scope,))
+            enter_scopes(frozenset((self.scope,)))
         if self.recording is not None:
             enter_record(self.recording)
         if self.carried is not None:

@@ -51,7 +51,7 @@ class CallInTurn(ServerCall):
     def enter_context(self) -> None:
         super().enter_context()
         assert self.turn is not None
-        scopes = {self.turn.scope()}
+        scopes = frozenset((self.turn.scope(),))
         enter_scopes(scopes if self.scope is None else scopes | {self.scope})
 
     def succeed(self, value: Any) -> None:

@@ -23,7 +23,7 @@ from .._torch.thread_state import thread_settings
 from .._wire.ancestry import enter_scopes
 from .._wire.exceptions import note_has_run, try_add_note
 from ..errors import CallTimeout, RpcError
-from .calls import Joiner, ServerCall
+from .calls import ServerCall
 from .exclusive_calls import CallInTurn
 from .stream_writer import (
     StreamCall,
@@ -58,7 +58,7 @@ class Executor:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # of every call
         self._context.run(set_deadline, None)
-        self._context.run(enter_scopes, ())
+        self._context.run(enter_scopes, frozenset())
         self._context.run(enter_record, None)
         steps: EntryQueue[Callable[[], None]] = EntryQueue(self._loop, operator.call)
         self.call_on_loop = steps.put
@@ -95,7 +95,7 @@ class Executor:
                 self._wait_for_turn(call)
             else:
                 # A copy: `key=` and `weight=` are functions of the user, and may set variables.
-                self._context.copy().run(_join_batch, call, call.joiner)
+                self._context.copy().run(call.join, call.joiner)
         if plain:
             self._start_in_threads(plain)
 
@@ -166,7 +166,9 @@ class Executor:
 
     def _submit(self, calls: Sequence[ServerCall]) -> None:
         try:
-            self.submit_to_threads([functools.partial(self._run_in_thread, each) for each in calls])
+            self.submit_to_threads(
+                *[functools.partial(self._run_in_thread, each) for each in calls]
+            )
         except RuntimeError as exc:  # no thread could be started
             for call in calls:
                 call.fail(exc)
@@ -233,7 +235,7 @@ class Executor:
 
         self.in_threads.add(call)
         try:
-            self.submit_to_threads((run,))
+            self.submit_to_threads(run)
         except RuntimeError:  # no thread could be started
             self.in_threads.discard(call)
             raise
@@ -261,16 +263,6 @@ def _fail_if_expired(call: ServerCall) -> bool:
     else:
         return False
     return True
-
-
-def _join_batch(call: ServerCall, joiner: Joiner) -> None:
-    try:
-        if call.scope is not None or call.recording is not None or call.carried is not None:
-            call.enter_context()
-        work = call.take_arguments()
-        call.leave_batch = joiner(call.settle, call.receiver, work, call.caller)
-    except BaseException as exc:  # raised by user code
-        call.fail(exc)
 
 
 def _fail_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:

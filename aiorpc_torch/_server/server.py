@@ -84,6 +84,7 @@ class Server:
         self.on_message = observer.on_message
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
+        self.lend_thread = self._executor.submit_to_threads
         self.pauses = Pauses(self._executor, self.sessions.open_calls)
         dispatcher = Dispatcher(members.name, self._executor, exports)
         self.start_calls = dispatcher.start_calls
@@ -183,10 +184,6 @@ class Server:
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the messages of torch RPC. From any thread."""
         self._executor.call_on_loop(step)
-
-    def lend_thread(self, task: Callable[[], None]) -> None:
-        """Run `task` in one of the threads for plain `def`s. From any thread."""
-        self._executor.submit_to_threads((task,))
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 

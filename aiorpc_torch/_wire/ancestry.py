@@ -18,7 +18,7 @@ HERE = ""
 
 NO_BATCHES: frozenset[BatchId] = frozenset()
 
-_numbers = itertools.count()
+batch_numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ marks as ancestors."""
 
 def new_batch() -> BatchId:
     """Return the id of a new batch of this process."""
-    return HERE, next(_numbers)
+    return HERE, next(batch_numbers)
 
 
 def current_scopes() -> frozenset[BatchScope]:
@@ -65,9 +65,8 @@ def current_scopes() -> frozenset[BatchScope]:
     return found and frozenset(scope for scope in found if scope.is_open())
 
 
-def enter_scopes(scopes: Iterable[BatchScope]) -> None:
-    """Make this context a part of these scopes and of no others."""
-    _scopes.set(frozenset(scopes))
+enter_scopes = _scopes.set
+"""Make this context a part of these scopes and of no others. A function of C."""
 
 
 @contextlib.contextmanager

@@ -54,13 +54,12 @@ def stages(device: str) -> list[Stage]:
 
 
 def sanitized() -> list[Stage]:
-    """Return runs of the order tests under compute-sanitizer, which take much longer."""
+    """Return runs of the order tests under compute-sanitizer."""
     tool = "compute-sanitizer"
 
     def under(name: str) -> Stage:
-        words = [tool, "--tool", name, "--target-processes", "all", "--error-exitcode", "86"]
-        command = [*words, *PYTEST, FOLDER / "test_stream_order.py"]
-        return Stage(name, 900.0, command, True, {"AIORPC_TEST_SECONDS": "240"})
+        run = tests(name, 900.0, "test_sanitized.py")
+        return dataclasses.replace(run, environment={"AIORPC_TEST_TOOL": name})
 
     check, *_ = stages("cuda:0")
     return [check, Stage(tool, 30.0, [tool, "--version"]), under("memcheck"), under("racecheck")]

@@ -12,9 +12,14 @@ MOST = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 @contextlib.contextmanager
 def runs_at_once(
-    request: pytest.FixtureRequest, parameter: str, run: Callable[[str], str]
+    request: pytest.FixtureRequest,
+    parameter: str,
+    run: Callable[[str], str],
+    most: int = MOST,
 ) -> Iterator[dict[str, Future[str]]]:
     """Start `run(value)` for each value of that parameter in the tests that are selected.
+
+    At most `most` run at once.
 
     At the end of the block those that have not begun are cancelled.
     """
@@ -22,7 +27,7 @@ def runs_at_once(
     items = [item for item in request.session.items if getattr(item, "module", None) is module]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     values = [each[parameter] for each in params if parameter in each]
-    with ThreadPoolExecutor(MOST) as pool:
+    with ThreadPoolExecutor(most) as pool:
         try:
             yield {value: pool.submit(run, value) for value in values}
         finally:

@@ -65,9 +65,9 @@ def take(ended: "queue.SimpleQueue[int]", count: int) -> list[int]:
 @of(1)
 def test_tasks_start_in_order(pool: GatedPool) -> None:
     """One thread takes one after the other, whether they come together or one by one."""
-    pool.threads.submit([pool.quick(number) for number in range(50)])
+    pool.threads.submit(*[pool.quick(number) for number in range(50)])
     for number in range(50, 100):
-        pool.threads.submit((pool.quick(number),))
+        pool.threads.submit(*(pool.quick(number),))
     assert take(pool.ended, 100) == list(range(100))
 
 
@@ -75,9 +75,9 @@ def test_tasks_start_in_order(pool: GatedPool) -> None:
 @of(4)
 def test_the_only_free_thread_keeps_the_order(pool: GatedPool) -> None:
     """However many others there are that are blocked."""
-    pool.threads.submit([pool.blocked(-number) for number in range(3)])
+    pool.threads.submit(*[pool.blocked(-number) for number in range(3)])
     take(pool.started, 3)
-    pool.threads.submit([pool.quick(number) for number in range(100)])
+    pool.threads.submit(*[pool.quick(number) for number in range(100)])
     assert take(pool.ended, 100) == list(range(100))
 
 
@@ -85,24 +85,24 @@ def test_the_only_free_thread_keeps_the_order(pool: GatedPool) -> None:
 @pytest.mark.parametrize("pause", [0.0, 0.005])
 def test_a_blocked_task_holds_back_none(pool: GatedPool, pause: float) -> None:
     """Whether the next one comes at once, as the blocked one has just started, or later."""
-    pool.threads.submit((pool.blocked(0),))
+    pool.threads.submit(*(pool.blocked(0),))
     assert take(pool.started, 1) == [0]
     time.sleep(pause)
-    pool.threads.submit((pool.quick(1),))
+    pool.threads.submit(*(pool.quick(1),))
     assert take(pool.ended, 1) == [1]
 
 
 @of(4)
 def test_a_task_that_comes_with_a_blocked_one(pool: GatedPool) -> None:
     """Submitted together, and taken by the same thread or not."""
-    pool.threads.submit([pool.blocked(0), pool.quick(1), pool.blocked(2), pool.quick(3)])
+    pool.threads.submit(*[pool.blocked(0), pool.quick(1), pool.blocked(2), pool.quick(3)])
     assert sorted(take(pool.ended, 2)) == [1, 3]
 
 
 @of(8)
 def test_all_threads_are_used_when_all_block(pool: GatedPool) -> None:
     """As many run at once as there may be, and not one more; the rest waits."""
-    pool.threads.submit([pool.blocked(number) for number in range(12)])
+    pool.threads.submit(*[pool.blocked(number) for number in range(12)])
     assert sorted(take(pool.started, 8)) == list(range(8))
     assert pool.started.empty()
     pool.gate.set()
@@ -113,7 +113,7 @@ def test_all_threads_are_used_when_all_block(pool: GatedPool) -> None:
 def test_one_by_one_all_threads_are_used_too(pool: GatedPool) -> None:
     """Each task that blocks is found to block, however quickly the next one follows."""
     for number in range(8):
-        pool.threads.submit((pool.blocked(number),))
+        pool.threads.submit(*(pool.blocked(number),))
         assert take(pool.started, 1) == [number]
 
 
@@ -127,7 +127,7 @@ def test_tasks_that_wait_for_each_other(pool: GatedPool) -> None:
         pool.ended.put(0)
 
     for _ in range(3):
-        pool.threads.submit([meet] * 8)
+        pool.threads.submit(*[meet] * 8)
         take(pool.ended, 8)
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_lost_in_a_storm(pool: GatedPool) -> None:
     def submit(first: int, size: int) -> None:
         for start in range(first, first + 1000, size):
             end = min(start + size, first + 1000)
-            pool.threads.submit([pool.quick(number) for number in range(start, end)])
+            pool.threads.submit(*[pool.quick(number) for number in range(start, end)])
 
     storm = [
         threading.Thread(target=submit, args=(1000 * each, size))
@@ -157,7 +157,7 @@ def test_nothing_is_lost_in_a_storm(pool: GatedPool) -> None:
 def test_a_lull_between_tasks(pool: GatedPool) -> None:
     """Threads that are idle, or about to be, run the tasks that follow."""
     for number in range(300):
-        pool.threads.submit((pool.quick(number),))
+        pool.threads.submit(*(pool.quick(number),))
         assert take(pool.ended, 1) == [number]
 
 
@@ -167,11 +167,11 @@ def test_tasks_from_a_task(pool: GatedPool) -> None:
     inner: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def outer() -> None:
-        pool.threads.submit((functools.partial(inner.put, 1),))
+        pool.threads.submit(*(functools.partial(inner.put, 1),))
         pool.ended.put(inner.get(timeout=SOON))
 
     for _ in range(5):
-        pool.threads.submit((outer,))
+        pool.threads.submit(*(outer,))
         assert take(pool.ended, 1) == [1]
 
 
@@ -180,7 +180,7 @@ def test_quick_tasks_use_few_threads(pool: GatedPool) -> None:
     """A thousand that end at once need no sixty-four threads."""
     before = threading.active_count()
     for first in range(0, 1000, 10):
-        pool.threads.submit([pool.quick(number) for number in range(first, first + 10)])
+        pool.threads.submit(*[pool.quick(number) for number in range(first, first + 10)])
     assert sorted(take(pool.ended, 1000)) == list(range(1000))
     assert threading.active_count() - before < 16
 
@@ -188,7 +188,7 @@ def test_quick_tasks_use_few_threads(pool: GatedPool) -> None:
 @of(8)
 def test_calls_one_after_another_run_in_one_thread(pool: GatedPool) -> None:
     """The thread that was idle last takes the next task, however many others are idle."""
-    pool.threads.submit([pool.blocked(number) for number in range(8)])
+    pool.threads.submit(*[pool.blocked(number) for number in range(8)])
     take(pool.started, 8)
     pool.gate.set()
     take(pool.ended, 8)
@@ -196,7 +196,7 @@ def test_calls_one_after_another_run_in_one_thread(pool: GatedPool) -> None:
     def thread_of_a_task() -> int:
         while pool.threads._busy:
             time.sleep(0.001)
-        pool.threads.submit((lambda: pool.ended.put(threading.get_ident()),))
+        pool.threads.submit(*(lambda: pool.ended.put(threading.get_ident()),))
         return pool.ended.get(timeout=SOON)
 
     assert len({thread_of_a_task() for _ in range(20)}) == 1
@@ -212,7 +212,7 @@ def test_an_idle_thread_keeps_nothing_alive(pool: GatedPool) -> None:
     large = Large()
     freed = threading.Event()
     weakref.finalize(large, freed.set)
-    pool.threads.submit((functools.partial(lambda _: None, large),))
+    pool.threads.submit(*(functools.partial(lambda _: None, large),))
     del large
     assert freed.wait(SOON)
 
@@ -223,7 +223,7 @@ def test_an_idle_thread_keeps_nothing_alive(pool: GatedPool) -> None:
 def test_close_counts_the_stuck() -> None:
     """It does not wait for them longer than it was told; later they end by themselves."""
     pool = GatedPool(4)
-    pool.threads.submit([*map(pool.blocked, range(3)), pool.quick(9)])
+    pool.threads.submit(*[*map(pool.blocked, range(3)), pool.quick(9)])
     take(pool.started, 3)
     take(pool.ended, 1)
     assert pool.threads.close(0.05) == 3
@@ -235,9 +235,9 @@ def test_close_counts_the_stuck() -> None:
 def test_what_was_submitted_before_the_end_is_done() -> None:
     """Tasks that wait as the threads are closed still run, also if every thread is stuck."""
     pool = GatedPool(1)
-    pool.threads.submit((pool.blocked(0),))
+    pool.threads.submit(*(pool.blocked(0),))
     take(pool.started, 1)
-    pool.threads.submit([pool.quick(1), pool.quick(2)])
+    pool.threads.submit(*[pool.quick(1), pool.quick(2)])
     assert pool.threads.close(0.0) == 1
     assert take(pool.ended, 2) == [1, 2]
     pool.gate.set()
@@ -249,7 +249,7 @@ def test_what_is_submitted_after_the_end_is_done() -> None:
     """Whoever awaits it would wait for ever otherwise."""
     pool = GatedPool(2)
     assert pool.threads.close(SOON) == 0
-    pool.threads.submit([pool.quick(1), pool.quick(2)])
+    pool.threads.submit(*[pool.quick(1), pool.quick(2)])
     assert take(pool.ended, 2) == [1, 2]
 
 
@@ -263,14 +263,14 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
-            threads.submit([lambda: None])
+            threads.submit(*[lambda: None])
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threads.submit([lambda: done.put(1)])
+    threads.submit(*[lambda: done.put(1)])
     assert done.get(timeout=30.0) == 1
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         gate = threading.Event()
-        threads.submit([gate.wait, lambda: done.put(2)])  # type: ignore[list-item]
+        threads.submit(*[gate.wait, lambda: done.put(2)])  # type: ignore[list-item]
         gate.set()
         assert done.get(timeout=30.0) == 2
     assert threads.close(20.0) == 0
@@ -281,7 +281,7 @@ def test_no_thread_is_started_for_nothing() -> None:
     before = threading.active_count()
     pool = GatedPool(64)
     assert threading.active_count() == before
-    pool.threads.submit((pool.quick(0),))
+    pool.threads.submit(*(pool.quick(0),))
     take(pool.ended, 1)
     assert threading.active_count() == before + 1
     assert pool.threads.close(SOON) == 0
@@ -296,7 +296,7 @@ def test_torch_is_told_its_thread_count(count: int) -> None:
     """Each thread computes with as many of torch's as it was told."""
     counts: queue.SimpleQueue[int] = queue.SimpleQueue()
     threads = DaemonThreadPool(2, lambda: set_intra_op_threads(count))
-    threads.submit((lambda: counts.put(torch.get_num_threads()),))
+    threads.submit(*(lambda: counts.put(torch.get_num_threads()),))
     assert counts.get(timeout=SOON) == count
     assert threads.close(SOON) == 0
 

@@ -101,7 +101,7 @@ def test_a_call_names_its_ancestor_batches(encoder: CallEncoder) -> None:
     assert other.batches == ()
 
     def encode() -> None:
-        enter_scopes((BatchScope(frozenset({("", 5)}), lambda: True),))
+        enter_scopes(frozenset([BatchScope(frozenset({("", 5)}), lambda: True)]))
         (member,) = encode_for_members(((1,), {}), 1)
         one = encoder.call(0, METHOD, False, ((1,), {}), None)
         two = encoder.member_call(0, encoder.member_target(METHOD, member), member, None)

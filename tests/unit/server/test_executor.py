@@ -178,9 +178,9 @@ async def test_no_plain_function_overtakes_a_call_whose_start_is_scheduled(
     async def note(name: str) -> None:
         started.append(name)
 
-    def note_threads(tasks: Any) -> None:
+    def note_threads(*tasks: Any) -> None:
         started.append("plain")
-        submit(tasks)
+        submit(*tasks)
 
     monkeypatch.setattr(executor, "submit_to_threads", note_threads)
     cancelled = Call(waiting.wait, on_loop=True)

@@ -43,7 +43,7 @@ def test_a_batch_is_the_same_on_every_worker(batches: frozenset[Any]) -> None:
 
     def pass_on(by: str, to: str, known: frozenset[Any]) -> frozenset[Any]:
         def send() -> tuple[Any, ...]:
-            enter_scopes([BatchScope(known, lambda: True)])
+            enter_scopes(frozenset([BatchScope(known, lambda: True)]))
             return to_wire(by)
 
         return from_wire(to, contextvars.Context().run(send))
