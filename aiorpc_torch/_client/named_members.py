@@ -7,7 +7,7 @@ its `NamedMembers`.
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -47,6 +47,9 @@ class Registry(Protocol):
     def living(self, name: str) -> Sequence[RRef[Any]]:
         """Return the objects of the living workers under a name, in rank order."""
 
+    async def all_told(self, name: str) -> None:
+        """Wait until every living worker has told its object of a name that is watched."""
+
 
 class _Watch:
     """The Group of the objects under a name now, and who is told when it changes.
@@ -78,6 +81,12 @@ class _Watch:
     def ignore(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` no more."""
         self._listeners.remove(on_change)
+
+    async def complete(self) -> None:
+        """Wait until every living worker has told its object."""
+        await self.registry.all_told(self.name)
+        if self.registry.is_closed:
+            raise NotInWorld(_LEFT)
 
     async def wait(self, count: int) -> None:
         """Wait until there are so many members."""
@@ -137,6 +146,14 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} belongs to this process: send Group(members), or the name")
 
+    def __await__(self) -> Generator[Any, Any, "NamedMembers[T]"]:
+        return self._complete().__await__()
+
+    async def _complete(self) -> "NamedMembers[T]":
+        text = f"waited for all workers to tell of their {self._watch.name!r}"
+        await self._on_registry(self._watch.complete(), lambda: text)
+        return self
+
     def any(self) -> AnyMember[T]:
         """Return what `remote` and `call` take for the least busy member, as `Group.any` does.
 
@@ -172,28 +189,34 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
         """
         if not isinstance(count, int):
             raise TypeError(f"count must be an int, got {count!r}")
-        due = deadline_in(None)
-        limit = asyncio.timeout(time_left(due))
+        text = f"waited for {count} members {self._watch.name!r}, there are "
+        await self._on_registry(self._watch.wait(count), lambda: f"{text}{len(self)}")
+
+    async def _on_registry(
+        self, waiting: Coroutine[Any, Any, None], late: Callable[[], str]
+    ) -> None:
+        """Wait on the registry's loop, within the deadline; `late` returns the error's text."""
+        limit = asyncio.timeout(time_left(deadline_in(None)))
         try:
             async with limit:
-                await await_on(self._watch.registry.loop, self._watch.wait(count))
+                await await_on(self._watch.registry.loop, waiting)
         except TimeoutError:
             if not limit.expired():
                 raise
-            text = f"waited for {count} members {self._watch.name!r}, there are {len(self)}"
-            raise CallTimeout(text, method="members", may_have_run=False) from None
+            raise CallTimeout(late(), method="members", may_have_run=False) from None
 
 
 def members(name: str) -> NamedMembers[Any]:
     """Return the living objects that workers have registered under `name`: a group that changes.
 
-        envs = aiorpc.members("env")
+        envs = await aiorpc.members("env")
         await envs.wait(8)
         observations = await aiorpc.remote(envs).reset()     # of those that are there now
         async for episode in envs.map(Env.rollout, seeds): ...    # joiners get their share
 
     `remote` and `call` take it as a `Group`: a call is made by those that are there when it starts.
-    It is empty at first, and follows from then on.
+    It follows from then on. Without the `await` it is empty at first, unless this process has
+    members of that name already; the `await` ends when every living worker has told its object.
 
     Args:
         name: name given to `register`, on any worker.
@@ -201,6 +224,7 @@ def members(name: str) -> NamedMembers[Any]:
     Raises:
         TypeError: if the name is not a str.
         NotInWorld: outside a world.
+        CallTimeout: from the `await`, if a worker does not tell in time.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")

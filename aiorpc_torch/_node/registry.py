@@ -108,6 +108,11 @@ class Registry:
                 found.append(rref)
         return [] if self.is_closed else found
 
+    async def all_told(self, name: str) -> None:
+        """Wait until every living worker has told its object of a name that is watched."""
+        while asking := [*self._asking.get(name, ())]:
+            await asyncio.wait(asking)
+
     def _is_alive(self, worker: str) -> bool:
         if worker == self._members.name:
             return True

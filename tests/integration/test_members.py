@@ -10,6 +10,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
+    CallTimeout,
     Group,
     GroupError,
     NotInWorld,
@@ -38,6 +39,29 @@ async def count_elsewhere(name: str, count: int) -> list[int]:
     envs = members(name)
     await envs.wait(count)
     return await pids(envs)
+
+
+async def count_now(name: str) -> int:
+    """The members right after the `await`, at a worker that has asked for none before."""
+    return len(await members(name))
+
+
+@pytest.mark.promise("members.known")
+async def test_all_are_known_after_the_await() -> None:
+    """At every worker, also with some that have none; a lost worker is not waited for."""
+    async with asyncio.timeout(2 * SOON), world(["a", "b", "c"], heartbeat=1.0) as me:
+        assert len(await members(NAME)) == 0
+        await asyncio.gather(*(call(each, enlist, each) for each in "ab"))
+        assert await call(["a", "b", "c"], count_now, NAME) == [2, 2, 2]
+        assert await count_now(NAME) == 2
+        await me.start("d")
+        assert await call("d", count_now, NAME) == 2
+        kill("a")
+        assert await call("c", count_now, "another name") == 0
+        envs = await members(NAME)
+        await until(lambda: len(envs) == 1)
+        with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match="all workers to tell of"):
+            await members("a third name")
 
 
 @pytest.mark.promise("members.follow")

@@ -354,12 +354,14 @@ async def test_the_thread_keeps_nothing_of_a_function_that_was_awaited(
 ) -> None:
     """Not even before the thread goes on: Python may end by then."""
     gate, halted = threading.Event(), threading.Event()
-    schedule = threads.call_soon
+    loop = asyncio.get_running_loop()
+    schedule = loop.call_soon_threadsafe
 
-    def halt(*args: Any) -> None:
-        schedule(*args)
-        halted.set()
-        assert gate.wait(SOON)
+    def halt(*args: Any, **kwargs: Any) -> None:
+        schedule(*args, **kwargs)
+        if threading.current_thread().name == "aiorpc-test":
+            halted.set()
+            assert gate.wait(SOON)
 
     class Large:
         def method(self) -> "Large":
@@ -367,7 +369,7 @@ async def test_the_thread_keeps_nothing_of_a_function_that_was_awaited(
                 raise ValueError(Large())
             return self
 
-    monkeypatch.setattr(threads, "call_soon", halt)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", halt)
     waiting = asyncio.create_task(run_in_thread(Large().method, "aiorpc-test"))
     await asyncio.sleep(0)
     if ending == "is cancelled":
