@@ -16,6 +16,7 @@ from .._names import attributes_of as _attributes_of
 from .admission import Ticket as Ticket
 from .follower import Follower as Follower, Hold as Hold, follow as follow
 from .ratio import SampleLimit as SampleLimit
+from .recovery import Recovered as Recovered, recover as recover
 from .replay import Replay as Replay, Storage as Storage, Uniform as Uniform
 from .staleness import StalenessLimit as StalenessLimit
 from .weights import Weights as Weights
@@ -23,6 +24,7 @@ from .weights import Weights as Weights
 __all__ = (
     "Follower",
     "Hold",
+    "Recovered",
     "Replay",
     "SampleLimit",
     "StalenessLimit",
@@ -31,6 +33,7 @@ __all__ = (
     "Uniform",
     "Weights",
     "follow",
+    "recover",
 )
 
 

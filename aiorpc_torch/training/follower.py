@@ -12,6 +12,7 @@ from .holds import Holds
 from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, place
 from .receiver import Receiver
+from .recovery import hold_copies
 
 
 async def follow(
@@ -88,6 +89,7 @@ class Follower:
         self.version = -1
         self.state: Any = None
         self.pause = 0.0
+        self._name = name
         self._into = into
         self._copy = copy
         self._holds = Holds()
@@ -170,6 +172,7 @@ class Follower:
     async def _begin(self) -> None:
         """Put the newest version in, and start to receive later ones."""
         await self._receiver.first()
+        await hold_copies(self._name, self._receiver)
         await self._put_in()
         if isinstance(self._into, torch.nn.Module):
             self._hooks = ForwardHolds(self._into, self._holds)

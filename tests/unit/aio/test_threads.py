@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch._aio import threads
 from aiorpc_torch._aio.threads import DaemonThreadPool, ThreadCache, run_in_thread
 from aiorpc_torch._torch.thread_state import set_intra_op_threads
 
