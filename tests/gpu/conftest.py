@@ -9,7 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import pytest
 
-ORDER = ["raw_torch", "stream_order", "forkserver", "cuda_collate", "left_out", "programs"]
+ORDER = [
+    "raw_torch",
+    "stream_order",
+    "staging",
+    "forkserver",
+    "cuda_collate",
+    "left_out",
+    "programs",
+]
 MODULES = [f"{__package__}.test_{name}" for name in ORDER]
 
 
