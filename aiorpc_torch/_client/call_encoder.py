@@ -4,7 +4,7 @@ The encoded method of an RRef is remembered, since a caller mostly repeats it.
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,9 @@ from .._wire.messages import (
     encode_call,
     encode_lone,
 )
+from .._wire.pickling import PickledValue
 from .._wire.shared_arguments import MemberArguments
+from .._wire.staged import stage
 from .._wire.targets import MethodTarget, Target, call_name, order_key
 from .._wire.wire_targets import EncodedTarget, encode_target
 
@@ -32,6 +34,11 @@ MAX_METHODS = 256  # that an encoder remembers
 
 PICKLED = (PACKED,)
 """Kinds of arguments that are pickled together."""
+
+DeviceMapping = Mapping[torch.device, torch.device]
+"""From devices of this worker to those of a peer."""
+
+_NONE: DeviceMapping = {}
 
 
 class _Method(NamedTuple):
@@ -46,10 +53,10 @@ class CallEncoder:
     """The encoder of the calls from worker `caller` to worker `peer`.
 
     Args:
-        devices: those that tensors for the peer may be on, beside the CPU.
+        devices: those that tensors for the peer may be on, beside the CPU, and the peer's for each.
     """
 
-    def __init__(self, caller: str, peer: str, devices: Collection[torch.device] = ()) -> None:
+    def __init__(self, caller: str, peer: str, devices: DeviceMapping = _NONE) -> None:
         self._caller = caller
         self._peer = peer
         self._devices = devices
@@ -81,8 +88,11 @@ class CallEncoder:
         batches = to_wire(self._caller) if entered_scopes() or awaited else ()
         try:
             call = encode_call(self._heads, number, encoded, stream, args, due, batches)
-            if call.head.kinds == PICKLED:
-                call.cells[0].check_sendable(self._devices, self._peer)
+            if call.head.kinds == PICKLED and (packed := call.cells[0]).fence is not None:
+                packed.check_sendable(self._devices, self._peer)
+                staged = self._staged(packed, encoded)
+                if staged is not packed:
+                    call = call.with_pickled(staged)
         except Exception as exc:
             name, peer = call_name(target), self._peer
             hint = ": `await` it first" if "'coroutine' object" in str(exc) else ""
@@ -101,7 +111,18 @@ class CallEncoder:
         self, number: int, target: EncodedTarget, arguments: MemberArguments, due: float | None
     ) -> EncodedCall:
         """Encode a member's call."""
+        packed = arguments.packed
+        if packed is not None and packed.fence is not None:
+            arguments = arguments.with_pickled(self._staged(packed, target))
         return arguments.call(self._heads, number, target, due, to_wire(self._caller))
+
+    def _staged(self, packed: PickledValue, target: EncodedTarget) -> PickledValue:
+        """Return arguments with tensors on devices as they travel."""
+        if current_record() is not None or current_context_id() >= 0:  # torch sends the graph
+            return packed
+        if isinstance(target, PickledValue):  # it may have such tensors, which come otherwise
+            return packed
+        return stage(packed, self._devices)
 
     def _encode_target(self, target: Target) -> EncodedTarget:
         if type(target) is not MethodTarget:

@@ -13,13 +13,12 @@ import contextvars
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from sys import modules
+from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from .._aio.deadlines import in_seconds
 from .._aio.tasks import InlineFuture, resume_all
@@ -56,7 +55,7 @@ from ..errors import (
     WorkerUnreachable,
 )
 from .answers import error_of_close
-from .call_encoder import PICKLED, CallEncoder
+from .call_encoder import PICKLED, CallEncoder, DeviceMapping
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
 from .sender import CallSender
@@ -76,7 +75,7 @@ class Connection(Channel):
         peer: the process that runs the calls.
         connection_number: number of this connection among those of this process.
         observer: is told of the peer's messages and of the connection's end.
-        sendable_devices: devices that tensors for the peer may be on, beside the CPU.
+        devices: those that tensors for the peer may be on, beside the CPU, and the peer's for each.
 
     Attributes:
         number: number of this connection among those of this process.
@@ -90,7 +89,7 @@ class Connection(Channel):
         peer: Peer,
         connection_number: int,
         observer: PeerObserver,
-        sendable_devices: Collection[torch.device] = (),
+        devices: DeviceMapping = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.peer: WorkerInfo = peer.member.info
@@ -100,7 +99,7 @@ class Connection(Channel):
         self._key = (me.name, me.worker_id, connection_number)
         self._observer = observer
         self.number = connection_number
-        self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
+        self.encoder = CallEncoder(me.name, peer.name, devices)
         self._calls = 0
         self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
         window = FlowWindow()

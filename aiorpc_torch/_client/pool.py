@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from .._aio.loops import call_soon
 from .._endpoint import entry_points
 from .._peers.observer import PeerObserver
@@ -21,6 +19,7 @@ from .._torch.devices import DeviceRoutes
 from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
+from .call_encoder import DeviceMapping
 from .connection import Connection
 from .introduction import Introductions
 
@@ -64,7 +63,7 @@ class ConnectionPool:
         self._observer = observer
         self._introductions = introductions
         self._max_restarts = max_restarts
-        self._sendable_devices: Mapping[str, Collection[torch.device]] = {}
+        self._devices: Mapping[str, DeviceMapping] = {}  # for each peer
         # Each loop has its own connections, so nothing here needs a lock. The keys are ids, since
         # other threads read the counters: a WeakKeyDictionary cannot be iterated meanwhile.
         self._by_loop: dict[int, _LoopConnections] = {}
@@ -82,8 +81,8 @@ class ConnectionPool:
         self.refusal = ""
 
     def set_device_routes(self, routes: DeviceRoutes) -> None:
-        """Set the devices from which tensors may be sent."""
-        self._sendable_devices = routes.calls
+        """Set the devices from which tensors may be sent, and to which."""
+        self._devices = routes.calls
 
     def refuse(self, reason: str) -> None:
         """Refuse further calls."""
@@ -118,7 +117,7 @@ class ConnectionPool:
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
         me, peer = self._members.me, self._find(worker)
-        devices = self._sendable_devices.get(worker, ())
+        devices = self._devices.get(worker, {})
         for each in _all(by_peer):
             if each.is_over:
                 by_peer[each.peer.name].remove(each)

@@ -268,6 +268,8 @@ class RpcCall(ServerCall):
             content.warn_of_lost_graph(f"the result of {self.name}")
         if tensors := cell_tensors(kind, content):
             self.session.check_sendable(tensors)
+            if kind == PACKED and self.recording is None:  # else torch sends the graph
+                content = self.session.stage(content)
         return kind, content
 
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:

@@ -23,12 +23,13 @@ from .._context import propagation
 from .._context.interception import TRACER, is_needed
 from .._endpoint.runtime import runs_on_loop, warn_if_switch_is_void
 from .._torch import rrefs
-from .._torch.cuda import StreamFence
+from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.profiling import profiler_enabled
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
 from .._wire.pickling import LongPickle
+from .._wire.staged import OnDevice
 from .._wire.targets import CreateTarget, MakeTarget, MethodTarget, Target, order_key
 from .._wire.wire_targets import decode_target
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
@@ -129,7 +130,8 @@ class Dispatcher:
 
 def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
     for call in calls:
-        call.fence = fence
+        if fence is not None:  # else one may have its own
+            call.fence = fence
         if timings.is_on or profiler_enabled():
             call.record()
 
@@ -170,6 +172,8 @@ def calls_of(
                 call = failing(session, reply, number, *work, worker, on_loop, None, key)
             else:
                 call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
+                if type(row) is OnDevice:
+                    call.arguments, call.fence = row.value, fence_tensors(row.tensors)
             calls.append(call)
         if group.budgets or group.batches or group.carried:
             _bound(calls[before:], group, session, worker)

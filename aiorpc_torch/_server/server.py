@@ -114,7 +114,7 @@ class Server:
 
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
-        mapped = self._routes.answers.get(caller.name, ())
+        mapped = self._routes.answers.get(caller.name, {})
         # Another process may have taken its place since it was introduced: it is refused then.
         peer = self._members.get(caller.name, caller.worker_id) or _past(caller)
         session = Session(self, peer, connection, self._executor.call_on_loop, mapped)

@@ -9,9 +9,10 @@ import contextlib
 import functools
 import logging
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,8 +42,10 @@ from .._wire.messages import (
     load_calls,
 )
 from .._wire.payloads import message_for_torch
+from .._wire.pickling import PickledValue
 from .._wire.plain import reader
 from .._wire.slots import Slots
+from .._wire.staged import stage
 from .result_sender import ResultSender
 
 log = logging.getLogger("aiorpc_torch")
@@ -107,7 +110,7 @@ class Session(Channel):
         peer: Peer,
         connection: int,
         call_on_loop: Callable[[Callable[[], None]], None],
-        mapped: Collection[torch.device] = (),
+        mapped: Mapping[torch.device, torch.device] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.caller = peer.name
@@ -257,6 +260,10 @@ class Session(Channel):
     def check_sendable(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch cannot send back, since it would fail its whole message."""
         devices.check_sendable(tensors, self._mapped, self.caller)
+
+    def stage(self, packed: PickledValue) -> PickledValue:
+        """Return a result with tensors on devices as it travels. In the thread that has made it."""
+        return stage(packed, self._mapped)
 
     def _queue_result(self, result: EncodedResult) -> None:
         if self.events:

@@ -6,7 +6,8 @@ never waits. (tests/gpu/test_stream_order.py, tests/unit/torch/test_cuda.py)
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ class StreamFence:
             device: torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in tensors}
         }
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """Return the devices of the tensors."""
+        return self._events.keys()
+
+    def is_done(self, until: float) -> bool:
+        """Return whether the work is done; the host waits until a `time.perf_counter()` at most."""
+        events = [*self._events.values()]
+        while not all(event.query() for event in events):
+            if time.perf_counter() >= until:
+                return False
+        return True
 
     def wait(self) -> None:
         """Let this thread's current streams wait for the work, and use the tensors."""

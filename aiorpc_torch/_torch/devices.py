@@ -63,8 +63,8 @@ class DeviceRoutes:
     used: list[torch.device] = field(default_factory=list)
     """All devices below, sorted."""
 
-    calls: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
-    """For each peer, devices of arguments for it."""
+    calls: Mapping[str, dict[torch.device, torch.device]] = field(default_factory=dict)
+    """For each peer, from devices of arguments for it to the peer's devices: this worker's map."""
 
     answers: Mapping[str, dict[torch.device, torch.device]] = field(default_factory=dict)
     """For each peer, this worker included, from devices of results for it to the peer's devices:
@@ -73,7 +73,10 @@ class DeviceRoutes:
     @classmethod
     def for_worker(cls, worker: str, maps: Mapping[str, NamedDeviceMaps]) -> "DeviceRoutes":
         """Return the routes of `worker`, given the maps of all workers."""
-        calls = {peer: _all(devices) for peer, devices in maps[worker].items()}
+        calls = {
+            peer: {torch.device(here): torch.device(there) for here, there in each.items()}
+            for peer, each in maps[worker].items()
+        }
         answers = {
             peer: {torch.device(here): torch.device(there) for there, here in each[worker].items()}
             for peer, each in maps.items()
@@ -81,10 +84,6 @@ class DeviceRoutes:
         }
         used = {device for each in (calls, answers) for found in each.values() for device in found}
         return cls(sorted(used, key=str), calls, answers)
-
-
-def _all(names: Iterable[str]) -> frozenset[torch.device]:
-    return frozenset(map(torch.device, names))
 
 
 def check_sendable(tensors: Iterable[Tensor], mapped: Collection[torch.device], peer: str) -> None:

@@ -35,6 +35,7 @@ from .columns import (
 )
 from .pickling import PickledValue, pack
 from .plain import are_plain_names, dump, reader
+from .staged import delivered
 from .tensor_table import TensorTable
 from .tensors import INLINE_BYTES, from_bytes, size_of, small_tensor
 from .wire_targets import EncodedTarget, NamedTarget
@@ -176,6 +177,12 @@ class EncodedCall:
 
     def __repr__(self) -> str:
         return f"<EncodedCall {self.number}, {self.size} bytes>"
+
+    def with_pickled(self, packed: PickledValue) -> "EncodedCall":
+        """Return a new call like this one, whose arguments are pickled, with another pickle."""
+        cells, has_tensors = (packed,), bool(packed.tensors)
+        size, batches = packed.size, self.batches
+        return EncodedCall(self.number, self.head, cells, self.due, size, batches, has_tensors)
 
     def renumbered(self, number: int) -> "EncodedCall":
         """Return this call for another connection, where nothing of it was sent yet."""
@@ -543,5 +550,7 @@ def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Resu
             values: list[Any] = from_bytes(read_kind(kind), cells, len(keys))
         else:
             values = read_cells(read_kind(kind), cells, rest, len(keys))
+            if kind == PACKED:
+                values = [*map(delivered, values)]
         found += zip(keys, values)  # noqa: B905 - 0.2 µs
     return found

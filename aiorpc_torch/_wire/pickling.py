@@ -55,9 +55,13 @@ class PickledValue:
         data: The pickle, b"" if it is long.
         tensors: The value's tensors; then its buffers; then the parts of a long pickle.
         outside: The number of those parts, and the bytes of each buffer.
+
+    Attributes:
+        on_host: The tensors' bytes (`staged.stage`); None before they are looked at, () if they
+            travel by torch RPC.
     """
 
-    __slots__ = ("_without_graph", "data", "fence", "outside", "size", "tensors")
+    __slots__ = ("_without_graph", "data", "fence", "on_host", "outside", "size", "tensors")
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class PickledValue:
         self.outside = outside
         self._without_graph = without_graph
         self.fence = fence_tensors(tensors)
+        self.on_host: Sequence[Tensor] | None = None
         self.size = len(data) + sum(map(size_of, tensors))
 
     def on_the_wire(self) -> tuple[Any, ...]:

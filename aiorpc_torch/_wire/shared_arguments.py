@@ -69,6 +69,10 @@ class MemberArguments(NamedTuple):
         """Return the pickled arguments, None if they are cells."""
         return self.cells[0] if self.names is None else None
 
+    def with_pickled(self, packed: PickledValue) -> "MemberArguments":
+        """Return arguments that are pickled, with another pickle."""
+        return self._replace(cells=(packed,), size=packed.size)
+
     def call(
         self,
         heads: HeadCache,

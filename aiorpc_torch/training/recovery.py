@@ -72,7 +72,7 @@ async def recover(name: str) -> Recovered | None:
 
 
 class Answer(NamedTuple):
-    """The answer of a worker: the newest version that it holds, -1 for none, and whether it is on this host."""
+    """The newest version that a worker holds, -1 for none, and whether it is on this host."""
 
     version: int
     is_near: bool

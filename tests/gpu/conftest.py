@@ -12,6 +12,7 @@ import pytest
 ORDER = [
     "raw_torch",
     "stream_order",
+    "staging",
     "forkserver",
     "cuda_collate",
     "left_out",

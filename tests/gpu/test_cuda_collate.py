@@ -128,6 +128,22 @@ async def test_a_batch() -> None:
         assert all(is_own and priority < 0 for is_own, priority in noted)
 
 
+@on_a_loop
+async def test_generators() -> None:
+    """Each step on the batch's stream, in a thread or on the loop; items on the CPU."""
+    async with gpu_world(["a"]):
+        actor, _ = await warm_actor()
+        for method in (actor.unroll, actor.aunroll):
+            streams = (method(torch.full((2,), float(n))) for n in range(3))
+            for n, found in enumerate(await asyncio.gather(*map(take, streams))):
+                assert [each.tolist() for each in found] == [[float(n * by)] * 2 for by in range(3)]
+        assert all(is_own for is_own, _ in await actor.noted_streams())
+
+
+async def take(items: Any) -> list[Any]:
+    return [item async for item in items]
+
+
 @fails_without("batch")
 @on_a_loop
 async def test_rows_that_are_there_already() -> None:

@@ -20,7 +20,7 @@ from aiorpc_torch._batching.function import BatchFunction
 from aiorpc_torch._torch import agent
 from aiorpc_torch._torch.agent import channel_names
 from aiorpc_torch._torch.cuda import fence_tensors, sendable
-from tests.gpu import test_cuda_collate, test_stream_order
+from tests.gpu import test_cuda_collate, test_staging, test_stream_order
 from tests.gpu.left_out import PARTS, leave_out
 from tests.support.at_once import runs_at_once
 from tests.support.cuda_actors import GPU, NEEDS, needs_device
@@ -34,7 +34,10 @@ ONLY_IPC = {"arguments", "delivery"}
 
 def test_each_part_has_a_test() -> None:
     """`test_fails_without_it` tries that it can fail."""
-    assert test_cuda_collate.__name__ != test_stream_order.__name__  # both have noted theirs
+    # They have noted theirs.
+    assert (
+        len({each.__name__ for each in (test_cuda_collate, test_staging, test_stream_order)}) == 3
+    )
     assert {*NEEDS.values()} == {*PARTS}
 
 

@@ -155,9 +155,9 @@ async def test_tensors_without_elements() -> None:
     """Both ways, also views of larger ones."""
     async with gpu_world(["a"]):
         actor, _ = await warm_actor()
-        some = torch.ones(4, 2, device=HERE)
+        some = torch.ones(SIZE, 2, device=HERE)  # too large for the way through the host
         given = [some[:0], torch.empty(0, device=HERE), some]
-        shapes = [(0, 2), (0,), (4, 2)]
+        shapes = [(0, 2), (0,), (SIZE, 2)]
         assert [shape for _, shape, _ in await actor.describe(given)] == shapes
         assert [tuple(each.shape) for each in await actor.give_back(given)] == shapes
         assert (await actor.give_back(some[:0])).device == HERE
@@ -221,11 +221,13 @@ async def test_maps_to_devices_that_are_not_there() -> None:
 @on_a_loop
 async def test_the_first_message_of_a_fresh_world() -> None:
     """May be one with a tensor on a device, which neither worker has used before."""
-    async with gpu_world(["a"]):
-        assert (await fetch(await create("a", torch.ones, 3, device=str(HERE)))).device == HERE
-    async with gpu_world(["a"]):
-        actor = await create("a", Actor)
-        assert await remote(actor).where(torch.ones(1, device=HERE)) == [str(HERE)]
+    for size in (3, SIZE):
+        async with gpu_world(["a"]):
+            found = await fetch(await create("a", torch.ones, size, device=str(HERE)))
+            assert found.device == HERE
+        async with gpu_world(["a"]):
+            actor = await create("a", Actor)
+            assert await remote(actor).where(torch.ones(size, device=HERE)) == [str(HERE)]
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,8 @@ shows that they run, and nothing about an order.
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from aiorpc_torch import RRef, batched, create, remote, testing
+from aiorpc_torch._torch.staging import PAUSE
 from aiorpc_torch.types import Worker
 from tests.gpu.left_out import PARTS
 
@@ -76,14 +78,15 @@ def gpu_world(workers: Sequence[str] = (), **options: Any) -> AbstractAsyncConte
 
 
 async def warm_actor(worker: str = "a") -> tuple[Any, "RRef[Actor]"]:
-    """An actor, after a tensor has gone each way.
+    """An actor, after tensors have gone each way: by torch RPC and, small ones, through the host.
 
     The first one may synchronize the device, and so hide what later ones lack.
     """
     rref = await create(worker, Actor)
     actor: Any = remote(rref)
-    await actor.where(torch.ones(1, device=HERE))
-    await actor.one()
+    for size in (SIZE, 1):
+        await actor.where(torch.ones(size, device=HERE))
+        await actor.ones(size)
     return actor, rref
 
 
@@ -112,6 +115,13 @@ def on_a_stream(value: float) -> Tensor:
     return found
 
 
+def settle() -> None:
+    """Wait for the device, and until the host would wait for it again."""
+    if HERE.type == "cuda":
+        torch.cuda.synchronize(HERE)
+    time.sleep(2 * PAUSE)
+
+
 def is_default_stream() -> bool:
     if HERE.type == "cpu":
         return True
@@ -129,14 +139,14 @@ class Actor:
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
-    async def one(self) -> Tensor:
-        return torch.ones(1, device=HERE)
+    async def ones(self, size: int) -> Tensor:
+        return torch.ones(size, device=HERE)
 
-    def make(self, value: float) -> Tensor:
-        return late(value)
+    def make(self, value: float, size: int = SIZE) -> Tensor:
+        return late(value, size)
 
-    async def amake(self, value: float) -> Tensor:
-        return late(value)
+    async def amake(self, value: float, size: int = SIZE) -> Tensor:
+        return late(value, size)
 
     async def make_many(self, value: float) -> dict[str, list[Tensor]]:
         return {"some": [late(value), torch.ones(3, device=HERE)]}
@@ -145,6 +155,11 @@ class Actor:
         buffer = torch.empty(SIZE, device=HERE)
         for index in range(count):
             sleep(LONG // 10)
+            yield buffer.fill_(index)
+
+    def small_items(self, count: int) -> Iterator[Tensor]:
+        buffer = torch.empty(3, device=HERE)
+        for index in range(count):
             yield buffer.fill_(index)
 
     async def make_and_ask(self, other: Any, value: float) -> Tensor:
@@ -171,15 +186,22 @@ class Actor:
     async def describe(self, tensors: Sequence[Tensor]) -> list[Any]:
         return [(str(each.device), tuple(each.shape), float(each.sum())) for each in tensors]
 
-    async def give_back(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    async def give_back(self, tensors: Any) -> Any:
         return tensors
+
+    def give_back_twice(self, tensor: Tensor) -> tuple[bool, Tensor]:
+        """The argument plus one, from a thread, and whether it was on this worker's device."""
+        return tensor.device == HERE, tensor + 1
 
     async def quick(self) -> str:
         return "here"
 
     async def ask(self, other: Any, tensor: Tensor) -> Tensor:
-        await remote(other).where(tensor[:1].clone())  # the first one may synchronize the device
+        await remote(other).where(tensor.clone())  # the first one may synchronize the device
         return await remote(other).atotal(tensor * 2)
+
+    async def settle(self) -> None:
+        settle()
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────
 
@@ -219,6 +241,23 @@ class Actor:
         await asyncio.sleep(0)
         self._note_stream()
         return {"found": found, "sums": found.sum(1)}
+
+    @batched(max_size=8, stack=True, device=str(HERE))
+    def unroll(self, rows: Tensor) -> Iterator[Tensor]:
+        for factor in range(3):
+            self._note_stream()
+            yield _slowly(rows * factor)
+
+    @batched(max_size=8, stack=True, device=str(HERE))
+    async def aunroll(self, rows: Tensor) -> AsyncIterator[Tensor]:
+        for factor in range(3):
+            self._note_stream()
+            yield _slowly(rows * factor)
+            await asyncio.sleep(0)
+
+    @batched(max_size=8)
+    def each_plus_one(self, rows: list[Tensor]) -> list[Tensor]:
+        return [row + 1 for row in rows]
 
     @batched(max_size=8, stack=True)
     async def there(self, rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Recorded doubles of CUDA streams, events and tensors, for machines without a device."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ class Streams:
         self.log: list[Entry] = []
         self.current: dict[torch.device, Stream] = {}
         self.made = 0
+        self.busy = 0  # queries that find work on a stream
+        self.is_capturing = False
 
     def current_stream(self, device: Any = None) -> "Stream":
         device = ZERO if device is None else torch.device(device)
@@ -45,6 +47,8 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: Event(self, "unrecorded"))
         return self
 
@@ -70,6 +74,11 @@ class Event:
     def __init__(self, streams: Streams, of: str) -> None:
         self._streams = streams
         self.of = of
+
+    def query(self) -> bool:
+        self._streams.log.append(("query", self.of))
+        self._streams.busy -= 1
+        return self._streams.busy < 0
 
     def synchronize(self) -> None:
         self._streams.log.append(("synchronize", self.of))

@@ -32,7 +32,7 @@ def test_where_tensors_may_be() -> None:
     maps = {"a": {"b": {"cuda:0": "cuda:1"}}, "b": {}}
     zero, one = torch.device("cuda:0"), torch.device("cuda:1")
     a, b = DeviceRoutes.for_worker("a", maps), DeviceRoutes.for_worker("b", maps)
-    assert (a.used, a.calls, a.answers) == ([zero], {"b": {zero}}, {})
+    assert (a.used, a.calls, a.answers) == ([zero], {"b": {zero: one}}, {})
     assert (b.used, b.calls, b.answers) == ([one], {}, {"a": {one: zero}})
 
 

@@ -1,0 +1,99 @@
+"""Values whose tensors on devices travel as bytes in the pickle.
+
+The pickle of the value, with slots for these tensors, is one of bytes in the pickle that travels.
+So the message has no tensors on devices, and goes wherever one with tensors on the CPU does.
+(tests/unit/wire/test_staged.py)
+"""
+
+from collections.abc import Mapping, Sequence
+from pickle import PickleBuffer
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.cuda import note_delivered
+from .._torch.staging import copies_on_host, on_device
+from .buffers import NOTHING, memory_of
+from .exceptions import RemoteFailure
+from .pickling import PickledValue, pack, unpack
+from .tensors import dtype_named, wire_dtype
+
+
+class OnDevice(NamedTuple):
+    """A received value, and those of its tensors that this thread has put on devices.
+
+    A thread with other streams has to wait for the copies.
+    """
+
+    value: Any
+    tensors: list[Tensor]
+
+
+def stage(packed: PickledValue, mapped: Mapping[torch.device, torch.device]) -> PickledValue:
+    """Return the value with its tensors on devices as bytes.
+
+    It is `packed` itself if it has to travel by torch RPC: its tensors are not small, not all on
+    devices, or not ready yet. All receivers of one value get it in the same way.
+
+    Args:
+        packed: A value that was checked to be sendable.
+        mapped: The receiver's device for each device of a tensor.
+    """
+    if packed.fence is None or packed.outside is not NOTHING:
+        return packed
+    if packed.on_host is None:
+        packed.on_host = copies_on_host(packed.tensors, packed.fence) or ()
+    return pack(_Staged(packed, packed.on_host, mapped)) if packed.on_host else packed
+
+
+class _Staged:
+    def __init__(
+        self,
+        packed: PickledValue,
+        copies: Sequence[Tensor],
+        mapped: Mapping[torch.device, torch.device],
+    ) -> None:
+        placed = [
+            _placed(tensor, copy, mapped[tensor.device])
+            for tensor, copy in zip(packed.tensors, copies, strict=True)
+        ]
+        self._found = packed.data, placed
+
+    def __reduce__(self) -> Any:
+        return read_staged, self._found
+
+
+def _placed(tensor: Tensor, copy: Tensor, device: torch.device) -> tuple[Any, ...]:
+    """Return the arguments of `_read_placed`."""
+    memory = PickleBuffer(memory_of(copy)) if tensor.numel() else b""
+    form = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return memory, str(device), wire_dtype(tensor.dtype), *form, tensor.requires_grad
+
+
+def read_staged(data: bytes, placed: Sequence[tuple[Any, ...]]) -> Any:
+    """Return the `OnDevice` that was pickled, or a `RemoteFailure` if it cannot be unpickled."""
+    tensors = [_read_placed(*each) for each in placed]
+    value = unpack(data, tensors)
+    return value if type(value) is RemoteFailure else OnDevice(value, tensors)
+
+
+def _read_placed(
+    memory: Any,
+    device: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    needs_grad: bool,
+) -> Tensor:
+    form = dtype_named(dtype), shape, strides, offset
+    return on_device(memory, torch.device(device), *form).requires_grad_(needs_grad)
+
+
+def delivered(value: Any) -> Any:
+    """Return what the caller gets, in the thread that has unpickled it."""
+    if type(value) is not OnDevice:
+        return value
+    note_delivered(value.tensors)
+    return value.value
