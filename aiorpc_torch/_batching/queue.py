@@ -369,7 +369,10 @@ class BatchQueue:
         failure: BaseException | None = None
         try:
             end = self._enter(batch, running, asked)
-            results = await warn_if_blocking(self._run_function(batch, args), self._function.name)
+            steps = self._run_function(batch, args)
+            if self._function.is_async:  # else the steps are short: it runs in a thread
+                steps = warn_if_blocking(steps, self._function.name)
+            results = await steps
         except BaseException as exc:  # SystemExit too: every caller gets a result
             note_has_run(exc)
             failure = exc

@@ -430,8 +430,8 @@ class Outside:
         return found
 
     def _submit(self, submit: Callable[..., Any]) -> Callable[..., Any]:
-        def submitted(pool: Any, tasks: Any) -> None:
-            submit(pool, [self._tracked(task) for task in tasks])
+        def submitted(pool: Any, *tasks: Any) -> None:
+            submit(pool, *[self._tracked(task) for task in tasks])
             self._settle()
 
         return submitted
