@@ -12,7 +12,7 @@ from torch import Tensor
 from .._wire.frames import SEGMENTS, SHARED, TRANSFERRED, TRANSFERS
 from .carrier import Carrier, Wire
 from .shared_memory import SharedMemory
-from .tensor_sockets import Dial, TensorSockets
+from .tensor_sockets import Dial, Offer, TensorSockets
 
 
 class Carriers:
@@ -54,9 +54,17 @@ class Carriers:
     def __repr__(self) -> str:
         return f"<Carriers {self.shared!r}, {self.sockets!r}>"
 
-    def offer(self) -> None:
-        """Begin to find out which carrier it is. For the caller."""
+    def offer(self, known: Offer | None) -> None:
+        """Begin to find out which carrier it is. For the caller.
+
+        Args:
+            known: what the same process has told on an earlier connection of its tensor sockets.
+                So the first tensor does not need torch's connection: a router that has forgotten
+                the earlier connection has perhaps forgotten that one too, for good.
+        """
         self.shared.offer()
+        if known is not None:
+            self.sockets.expect(known)
         self._choose()
 
     def _choose(self) -> None:

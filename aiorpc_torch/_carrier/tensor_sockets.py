@@ -59,6 +59,11 @@ Dial = Callable[[int], Coroutine[Any, Any, socket.socket]]
 """Opens a proven socket to the peer for ARGUMENTS or RESULTS."""
 
 
+Offer = tuple[int, str]
+"""The bytes that may be under way to a process, and the id of processes that can map each other's
+segments."""
+
+
 class _News(NamedTuple):
     """A TRANSFERS frame.
 
@@ -172,6 +177,7 @@ class TensorSockets(Carrier):
         dial: opens sockets; None at the callee, for which the caller opens them.
 
     Attributes:
+        taken: the last offer of the peer that this end has taken, None before.
         last: number of the last transfer.
         given_up: queue of arrivals whose messages are not sent.
     """
@@ -190,6 +196,7 @@ class TensorSockets(Carrier):
         self._limit = incoming_limit()
         self._is_offered = False
         # Of what this end sends.
+        self.taken: Offer | None = None
         self._peer_limit = 0
         self._peer_host = ""  # of processes that can map each other's segments, "" for none
         self._exported: set[int] = set()  # unreleased transfers whose messages were not sent either
@@ -222,12 +229,17 @@ class TensorSockets(Carrier):
             self._is_offered = True
             self._tell_now(limit=self._limit, host=sharing_group())
 
+    def expect(self, known: Offer) -> None:
+        """Take an offer of the same process from an earlier connection, before it is repeated."""
+        if self._limit:
+            self.offer()
+            self._take(known)
+
     def on_news(self, data: bytes) -> None:
         news: _News = _read_news(data)
         if news.limit is not None:
             self.offer()
-            self._peer_host = news.host
-            self._set_limit(news.limit if self._limit else 0)
+            self._take((news.limit if self._limit else 0, news.host))
         if news.wants_sockets and self._dial is None:
             raise ProtocolError("a caller must not ask for sockets")
         if news.wants_sockets:
@@ -240,6 +252,10 @@ class TensorSockets(Carrier):
             self._incoming.drop(number, sent)
         for number in news.released:
             self._incoming.release(number)
+
+    def _take(self, offer: Offer) -> None:
+        limit, self._peer_host = self.taken = offer
+        self._set_limit(limit)
 
     def _set_limit(self, limit: int) -> None:
         """Send up to `limit` bytes at a time; 0 ends all transfers."""

@@ -40,7 +40,7 @@ from .._wire.frames import (
     RETIRE,
     frame,
 )
-from .._wire.handshake import Party, number_for
+from .._wire.handshake import ARGUMENTS, Party, number_for
 from .._wire.messages import Arguments, EncodedCall, decode_reply
 from .._wire.pickling import CallAborted
 from .._wire.shared_arguments import MemberArguments
@@ -63,6 +63,8 @@ from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
 
 log = logging.getLogger("aiorpc_torch")
+
+KNOCK_DELAY = 0.1  # seconds for a ping's answer, before the peer is asked at a new socket
 
 _ALIVE = State.ALIVE
 
@@ -331,7 +333,7 @@ class Connection(Channel):
         self._stop_holding()
         self.start(transport)
         self._state.is_paused = False
-        self._carriers.offer()
+        self._carriers.offer(self._peer.tensor_offer)
         self.flush()
         if received:
             self.feed(received)
@@ -398,6 +400,7 @@ class Connection(Channel):
 
     def _on_carrier(self) -> None:
         """Let large results come by the carrier, too."""
+        self._peer.tensor_offer = self._carriers.sockets.taken
         self._transfers.large_results.clear()
 
     def release_held(self, number: int) -> None:
@@ -562,7 +565,11 @@ class Connection(Channel):
 
     async def _judge_path(self, reason: str) -> None:
         """Wait for the ping, and let another connection take the unsent calls to a living peer."""
-        await self._observer.wait_until_probed(self.peer.name)
+        knocking = self._loop.create_task(self._knock(), name="aiorpc-connect")
+        try:
+            await self._observer.wait_until_probed(self.peer.name)
+        finally:
+            knocking.cancel()
         if self._error is not None:
             return
         if self._peer.is_lost and self._peer.error is not None:
@@ -571,6 +578,16 @@ class Connection(Channel):
         self.is_finished = True
         if not self._is_successor or self._sender.messages + self._lone_calls:
             self._pass_on()
+
+    async def _knock(self) -> None:
+        """Ask for a proof at a new socket, unless the ping is answered soon.
+
+        A router that has forgotten this path may have forgotten torch's as well, for good.
+        """
+        await asyncio.sleep(KNOCK_DELAY)
+        with contextlib.suppress(RpcError):
+            (await self._dial(ARGUMENTS)).close()
+            self._observer.on_proof(self._peer)
 
     def _on_judged(self, reason: str, judging: "asyncio.Task[None]") -> None:
         """End the calls that are left, also if the task was cancelled, with its loop for one."""

@@ -136,6 +136,14 @@ class Membership:
         if peer.state is State.LOST:  # it was frozen or unreachable
             call_soon(self._loop, self.report, peer, Event.MESSAGE)
 
+    def on_proof(self, peer: Peer) -> None:
+        """Note that a process whose connection has ended has proven itself at a new socket."""
+        call_soon(self._loop, self._on_proof, peer)
+
+    def _on_proof(self, peer: Peer) -> None:
+        peer.has_old_ping = False  # the proof is newer than the end
+        self.report(peer, Event.ANSWER)
+
     def on_disconnect(self, name: str, worker_id: int, error: RpcError) -> RpcError | None:
         """Probe a process whose connection ended without a leave message.
 

@@ -15,6 +15,9 @@ class PeerObserver(Protocol):
     def on_message(self, peer: Peer) -> None:
         """Note a message of a peer that is not alive."""
 
+    def on_proof(self, peer: Peer) -> None:
+        """Note that a peer whose connection has ended has proven itself at a new socket."""
+
     def on_disconnect(self, peer: str, worker_id: int, error: RpcError) -> RpcError | None:
         """Handle the end of a connection to process `worker_id` of `peer` without a leave message.
 

@@ -171,14 +171,15 @@ class Peer:
         is_open: whether it takes requests that wait for a goal, if it is the coordinator.
         introduction: its secrets and addresses for calls from here, once it has told them.
         credentials: the secrets for calls from there, once it has asked for them.
+        tensor_offer: what it has told of its tensor sockets, None before.
     """
 
     __slots__ = (
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
         *("has_old_ping", "introduction", "is_done_there", "is_exiting", "is_first", "is_open"),
         *("is_pinged", "is_probed", "last_heard", "loss_there", "member", "name"),
-        *("probed_since", "rank", "refusal", "silent_since", "state", "told", "watched_since"),
-        *("worker_id", "_has_detached", "_sequence"),
+        *("probed_since", "rank", "refusal", "silent_since", "state", "tensor_offer", "told"),
+        *("watched_since", "worker_id", "_has_detached", "_sequence"),
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
@@ -206,6 +207,7 @@ class Peer:
         self.is_open = True
         self.introduction: Introduction | None = None
         self.credentials: Credentials | None = None
+        self.tensor_offer: tuple[int, str] | None = None
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {self.worker_id}: {self.state.name}>"

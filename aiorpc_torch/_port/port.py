@@ -237,6 +237,8 @@ class Port:
                 _send_alert(accepted)
             accepted.close()
             return
+        # Without TLS a connection of torch's proves nothing, and still counts no more: torch never
+        # replaces one, so a member's must not be closed in favour of others.
         self._strangers.remove(asyncio.current_task())
         with accepted, local:
             end_when_silent(accepted, _SILENCE[purpose])

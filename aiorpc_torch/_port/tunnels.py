@@ -103,6 +103,8 @@ class _Tunnel:
             self._listening.close()
 
     def _accept(self, accepted: socket.socket) -> None:
+        # All users of this machine reach this socket, as they reach torch's own port, which runs
+        # their code in this process. So a bound in number would bound nothing.
         is_first, self._is_first = self._is_first, False
         prepare(accepted)
         task = self._port.start(self._pass(accepted, is_first), accepted)

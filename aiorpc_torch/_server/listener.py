@@ -42,7 +42,11 @@ from .socket_proofs import SocketProofs
 
 log = logging.getLogger("aiorpc_torch")
 
-MAX_UNPROVEN = 64  # unauthenticated connections; beyond it one is closed
+MAX_UNPROVEN = 64
+"""Unauthenticated connections; beyond it one is closed. Those of members have no bound: a member
+may run code here, and a share of RLIMIT_NOFILE for each would refuse calls in large worlds. At 1024
+descriptors, 500 members have two each."""
+
 PROOF_TIMEOUT = 5.0  # seconds
 
 Accept = Callable[[Party, int], Channel]

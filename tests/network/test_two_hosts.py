@@ -383,6 +383,40 @@ async def test_a_path_that_carries_nothing() -> None:
                 assert code == 0, errors
 
 
+@pytest.mark.slow
+@pytest.mark.promise("worlds.path")
+@pytest.mark.parametrize("port", [None, 29600])
+async def test_a_router_forgets_all_connections(port: int | None) -> None:
+    """Torch's own too, which nothing replaces. New ones work: so do calls and tensors, in time."""
+    flows: set[tuple[int, int]] = set()
+
+    def remember(packet: Packet) -> bool:
+        flows.add((packet.source, packet.target))
+        return False
+
+    with line() as (machines, way):
+        way.drops = remember
+        options = {"port": port, "init_method": WHERE, "interface": LINK}
+        async with both(machines, "forgotten", **options) as nodes:
+            for node in nodes:
+                await node.hears("ready")
+            way.drops = lambda packet: (packet.source, packet.target) in flows
+            for node in nodes:
+                node.tell()
+            for node in nodes:
+                for _ in range(2):
+                    tries, seconds = await node.hears("works")
+                    assert tries[-1].startswith(("0", "1", "tensor")), tries
+                    assert seconds < PATH_HEARTBEAT + 1 + SLACK
+            way.drops = lambda _: False
+            for node in nodes:
+                node.tell()
+            for node in nodes:
+                await node.hears("left")
+                code, errors = await node.end()
+                assert code == 0, errors
+
+
 @pytest.mark.promise("worlds.path")
 async def test_a_firewall_of_this_machine_drops_a_connection(
     machines: tuple[Machine, Machine],

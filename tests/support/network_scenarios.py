@@ -209,6 +209,26 @@ async def _lose_path(peer: str, shelf: Any, gate: Any, number: int) -> None:
     await told()  # it is whole
 
 
+async def forgotten(rank: int, **world: Any) -> None:
+    """Calls of both workers, small ones and tensors, once the connections that are open carry
+    nothing any more."""
+    options: Any = {"rank": rank, "world_size": 2, "heartbeat": PATH_HEARTBEAT, **world}
+    async with aiorpc.worker(**options) as me:
+        (peer,) = me.peers
+        shelf, x = remote(await create(peer, TensorShelf)), torch.ones(1 << 18)
+        await until_sockets([peer])
+        await shelf.keep(x)  # opens the sockets
+        tell("ready")
+        await told()
+        for value in (rank, x) if rank == 0 else (x, rank):
+            start, tries = time.monotonic(), []
+            while not tries or tries[-1].startswith("Worker"):
+                tries.append((await outcome("call", shelf.echo(value)))[1])
+            tell("works", [tries, time.monotonic() - start])
+        await told()
+    tell("left")
+
+
 CALLS = 4000  # at once: more than a connection sends before it has answers
 
 

@@ -15,6 +15,7 @@ import aiorpc_torch.observe
 import aiorpc_torch.training
 from tests.support import guides
 from tests.support.pages import blocks
+from tests.support.scripts import ROOT
 
 REFERENCE = guides.DOCS / "reference"
 WAYS_IN = ["worker", "local_world", "run_local", "attach"]
@@ -44,6 +45,17 @@ def test_every_public_name_is_in_the_reference(name: str) -> None:
     text = "".join(path.read_text() for path in REFERENCE.glob("*.md"))
     own_pages = {"RRef": "`aiorpc_torch.RRef` is", "autograd": "::: aiorpc_torch.autograd."}
     assert own_pages.get(name, f"::: aiorpc_torch.{name}\n") in text
+
+
+def test_the_bounds_against_strangers_exist() -> None:
+    """The names in the table of ports and sockets are constants, and its tests are files."""
+    text = "\n".join(section(guides.DOCS / "guides" / "secure.md", "Ports and sockets"))
+    text, module = text.replace("`MASTER_PORT`", ""), ""  # a variable of the environment
+    for given, constant in re.findall(r"`(_\w+\.\w+)?\.?([A-Z][A-Z_]{3,})`", text):
+        module = given or module
+        assert hasattr(importlib.import_module(f"aiorpc_torch.{module}"), constant), constant
+    for name in re.findall(r"`(\w+/[\w/]+\.py)`", text):
+        assert (ROOT / "tests" / name).exists(), name
 
 
 # ── defaults ────────────────────────────────────────────────────────────────────────────────────

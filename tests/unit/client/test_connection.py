@@ -22,7 +22,7 @@ from aiorpc_torch._wire.frames import (
     RETIRE,
     frame,
 )
-from aiorpc_torch._wire.handshake import Party
+from aiorpc_torch._wire.handshake import ARGUMENTS, Party, number_for
 from aiorpc_torch._wire.messages import encode_reply, load_calls, numbers_of
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import MethodTarget
@@ -50,6 +50,10 @@ class Observed:
 
     def on_message(self, peer: Peer) -> None:
         self.told.append("message")
+
+    def on_proof(self, peer: Peer) -> None:
+        self.told.append("proof")
+        self.probed.set()
 
     def on_disconnect(self, peer: str, number: int, error: Any) -> Any:
         self.told.append(("disconnect", peer, number))
@@ -482,6 +486,31 @@ async def test_the_peer_leaves_while_it_is_judged(far: FarPair) -> None:
     error = await error_of(future)
     assert isinstance(error, WorkerUnreachable)
     assert not future.answer.was_sent
+
+
+@pytest.mark.promise("worlds.path")
+async def test_a_ping_that_is_not_answered_and_a_proof_that_is(
+    far: FarPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router has forgotten torch's connection too: the peer is alive as it answers otherwise."""
+    await far.connect_and_call()
+    far.connection.pause_writing()
+    far.call("unsent")
+    near, other = socket.socketpair()
+
+    class Introducer:
+        async def dial(self, peer: Peer, number: int) -> socket.socket:
+            assert (peer, number) == (far.peer, number_for(1, ARGUMENTS))
+            return near
+
+    monkeypatch.setattr(far.connection, "_introductions", Introducer())
+    await far.cut()
+    with other:
+        async with asyncio.timeout(SOON):
+            while not far.successors:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    assert far.observed.told[-1] == "proof"
+    assert near.fileno() == -1
 
 
 @pytest.mark.promise("worlds.closed")
