@@ -585,7 +585,7 @@ class Connection(Channel):
         A router that has forgotten this path may have forgotten torch's as well, for good.
         """
         await asyncio.sleep(KNOCK_DELAY)
-        with contextlib.suppress(RpcError):
+        with contextlib.suppress(RpcError, OSError):
             (await self._dial(ARGUMENTS)).close()
             self._observer.on_proof(self._peer)
 

@@ -95,7 +95,7 @@ def test_maps_for_a_worker_that_joins_later(caplog: pytest.LogCaptureFixture) ->
     maps = dict(zip("abc", resolve_device_maps([first, second, third], "c"), strict=True))
     routes = [DeviceRoutes.for_worker(each, maps) for each in "abc"]
     near, far = torch.device("cuda", 1), torch.device("cuda", 0)
-    assert routes[0].calls == {"c": {near}}
+    assert routes[0].calls == {"c": {near: far}}
     assert routes[2].answers["a"] == {far: near}
     assert "cuda" not in str(routes[1])
     assert error_of(first, replace(third, devices=0), entering="c") == (
