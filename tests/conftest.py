@@ -76,12 +76,19 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the tier of its folder, and as slow where a whole folder is."""
+    """Mark each test with the tier of its folder, and as slow where a whole folder is.
+
+    What `make test-rest` leaves out is slow too, so that `make test` need not know of it.
+    """
     for item in items:
         folder = relative_path(item).parts[0]
         if folder in TIERS:
             item.add_marker(TIERS[folder])
-        if folder in SLOW or (folder == "integration" and "uvloop" in item.name):
+        if (
+            folder in SLOW
+            or (folder == "integration" and "uvloop" in item.name)
+            or item.get_closest_marker("exhaustive")
+        ):
             item.add_marker("slow")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import samples
+
 from .faults import FAULTS, Fault, is_possible
 from .killing import kill_at
 from .operations import OPERATIONS, WORLDS, Operation
@@ -22,6 +24,7 @@ ON_SOCKETS = {"large result over sockets"}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
 SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
 LEAVING = 25  # the same in the rest, of a case on tensor sockets
+DIAGONALS = 4  # all steps of every fourth case are tried in `make test-rest`
 
 
 def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
@@ -38,7 +41,7 @@ def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
 
 def _cases() -> Iterator[Any]:
     for position, operation in enumerate(OPERATIONS):
-        for fault in FAULTS:
+        for column, fault in enumerate(FAULTS):
             if not is_possible(fault, operation.around, operation.way):
                 continue
             name = f"{operation.name}-{fault.name}".replace(" ", "_")
@@ -48,7 +51,9 @@ def _cases() -> Iterator[Any]:
             if sample is not None:
                 # On sockets, some of the steps at which a world is left: each takes a second.
                 most = LEAVING if fault.leaves and operation.way == "sockets" else None
-                yield pytest.param(operation, fault, most, id=f"{name}-all", marks=pytest.mark.slow)
+                # The ways of one operation follow one another, so they meet different faults.
+                marks = samples.mark(position, column, of=DIAGONALS)
+                yield pytest.param(operation, fault, most, id=f"{name}-all", marks=marks)
 
 
 @pytest.fixture(scope="module", autouse=True)
