@@ -19,7 +19,7 @@ from tests.support.tensor_ways import set_way
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
-settings.register_profile("thorough", deadline=None, max_examples=500)
+settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.register_profile(
     "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often
