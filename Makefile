@@ -52,7 +52,7 @@ test-cluster: install
 	tests/cluster/install
 	$(BIN)/python -m pytest -m cluster --durations 0 tests/cluster $(PYTEST)
 
-# The cells of the matrices that `make test-rest` leaves out, half an hour; then 20,000 examples of some properties, without
+# The cells of the matrices that `make test-rest` leaves out, an hour; then 20,000 examples of some properties, without
 # the dump of stacks, which reads frames while they run.
 test-long: install
 	$(PARALLEL) -m exhaustive
