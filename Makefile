@@ -37,9 +37,10 @@ demo: $(VENV)/.demo
 test: install
 	HYPOTHESIS_PROFILE=brief $(PARALLEL) -m "not slow and not cluster" $(PYTEST)
 
-# What `make test` leaves out: slow tests, and the properties with many more examples. (tests/README.md)
+# What `make test` leaves out: slow tests, a sample of the large matrices, and the properties with many more examples.
+# (tests/README.md)
 test-rest: install
-	$(PARALLEL) -m slow
+	$(PARALLEL) -m "slow and not exhaustive"
 	HYPOTHESIS_PROFILE=thorough $(PARALLEL) -m "hypothesis and not slow" --timeout 900 -o faulthandler_timeout=0
 
 test-all: test test-rest mutation package
@@ -51,8 +52,10 @@ test-cluster: install
 	tests/cluster/install
 	$(BIN)/python -m pytest -m cluster --durations 0 tests/cluster $(PYTEST)
 
-# Without the dump of stacks after 55 seconds, which reads frames while they run.
+# The cells of the matrices that `make test-rest` leaves out, an hour; then 20,000 examples of some properties, without
+# the dump of stacks, which reads frames while they run.
 test-long: install
+	$(PARALLEL) -m exhaustive
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/unit/batching/test_scheduler.py tests/unit/batching/test_policies.py tests/loopback/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
 

@@ -19,7 +19,7 @@ from tests.support.tensor_ways import set_way
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
-settings.register_profile("thorough", deadline=None, max_examples=500)
+settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.register_profile(
     "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often
@@ -76,12 +76,19 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the tier of its folder, and as slow where a whole folder is."""
+    """Mark each test with the tier of its folder, and as slow where a whole folder is.
+
+    What `make test-rest` leaves out is slow too, so that `make test` need not know of it.
+    """
     for item in items:
         folder = relative_path(item).parts[0]
         if folder in TIERS:
             item.add_marker(TIERS[folder])
-        if folder in SLOW or (folder == "integration" and "uvloop" in item.name):
+        if (
+            folder in SLOW
+            or (folder == "integration" and "uvloop" in item.name)
+            or item.get_closest_marker("exhaustive")
+        ):
             item.add_marker("slow")
 
 

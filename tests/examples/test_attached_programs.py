@@ -24,7 +24,14 @@ def results(said: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PLAIN)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "cartpole",
+        pytest.param("reinforce", marks=pytest.mark.exhaustive),
+        pytest.param("parameter_server", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_it_learns_the_same(program: str) -> None:
     """Batched answers of `async_execution` and calls of functions, by `await` and by `rpc_sync`."""
     line = [sys.executable, "-m", "tests.support.attached_programs", program]

@@ -107,7 +107,13 @@ async def test_a_batch_names_its_version() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [("--kill", "2"), ("--policy", "own", "--synchronous", "--kill", "1")]
+    "options",
+    [
+        ("--kill", "2"),
+        pytest.param(
+            ("--policy", "own", "--synchronous", "--kill", "1"), marks=pytest.mark.exhaustive
+        ),
+    ],
 )
 def test_it_learns(options: tuple[str, ...]) -> None:
     """Actors that are killed are replaced; reward doubles, and is more than at random."""

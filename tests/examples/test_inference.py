@@ -241,7 +241,7 @@ def test_a_client_that_is_killed() -> None:
     assert "worker 'client0' is lost" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_server_that_is_killed() -> None:
     """No client waits for it, or ends as if all were well."""
     with ranks("inference", 2, *LONG) as processes:

@@ -300,7 +300,7 @@ def test_as_one_command(data: Path) -> None:
     assert len(re.findall(r"epoch \d: loss \d", said)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.worlds
 def test_under_torchrun(data: Path) -> None:
     """The world is as large as torchrun says."""
@@ -316,7 +316,7 @@ def ranks_of(data: Path, size: int, *args: str) -> AbstractContextManager[list[P
     return ranks("mnist", size, *where(data), *args)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.worlds
 def test_one_terminal_a_worker(data: Path) -> None:
     """They meet at the address that all are given, and end together."""
@@ -329,7 +329,7 @@ def test_one_terminal_a_worker(data: Path) -> None:
 LONG = ("--epochs", "1000", "--batch-size", "4", "--images", "80")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.worlds
 def test_a_server_that_is_killed(data: Path) -> None:
     """No trainer goes on without it, or ends as if all were well."""

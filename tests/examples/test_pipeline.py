@@ -117,7 +117,7 @@ def test_as_one_command() -> None:
     assert float(accuracy[1]) > 20.0  # by chance 12.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("struck", "codes"), [(0, (-9, 1)), (2, (1, 1, -9))])
 def test_a_worker_that_is_killed(struck: int, codes: tuple[int, ...]) -> None:
     """Nobody goes on without it, or ends as if all were well: neither master nor stages."""
@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed(struck: int, codes: tuple[int, ...]) -> None:
         assert number == struck or f"worker '{name}' is lost" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stage_of_a_local_world_that_is_killed() -> None:
     """The command ends with 1 and names it, and leaves no process behind."""
     with started(command("pipeline", "--stages", "1", *LONG)) as process:

@@ -18,7 +18,10 @@ def test_quick_is_fewer_steps(parse: Callable[..., argparse.Namespace]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--synchronous"], ["--staleness", "2"]])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--synchronous"], marks=pytest.mark.exhaustive), ["--staleness", "2"]],
+)
 def test_it_learns(options: list[str]) -> None:
     """Twice what it begins with, and more than random actions reach."""
     lines = run("replay", *options, "--steps", "2500").splitlines()

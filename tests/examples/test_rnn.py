@@ -287,7 +287,7 @@ def training() -> Iterator[subprocess.Popen[str]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_parameter_server_is_killed() -> None:
     """The trainer ends, soon, and says so with its code."""
     with training() as process:
@@ -301,7 +301,7 @@ def test_the_parameter_server_is_killed() -> None:
     assert re.search("worker 'ps' is lost|RuntimeError: ", output), output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_interrupted() -> None:
     """Ctrl-C in training: two seconds, no traceback; a shell shows code 130."""
     with training() as process:

@@ -348,7 +348,7 @@ def test_the_program_learns_draws_and_compares(quick: tuple[str, Path]) -> None:
     assert all(float(speed) > 0 for speed in speeds.groups())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.worlds
 @pytest.mark.timeout(180)
 def test_a_killed_player_ends_the_program() -> None:

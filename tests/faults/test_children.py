@@ -5,7 +5,10 @@ import pytest
 from .children import FAULTS, STEPS, Run
 
 QUICK = ("cancel",)
-STRIDE, QUICK_STRIDE = 9, 60  # callbacks between two of the steps that are tried
+# Callbacks between two of the steps that are tried: all of them, in `make test-rest`, and of the
+# quick ones in `make test`.
+STRIDE, REST_STRIDE, QUICK_STRIDE = 9, 40, 100
+MARKS = {STRIDE: pytest.mark.exhaustive, REST_STRIDE: pytest.mark.slow, QUICK_STRIDE: ()}
 
 
 def _cases() -> list[object]:
@@ -13,8 +16,8 @@ def _cases() -> list[object]:
         pytest.param(step, fault, stride, marks=marks, id=f"{step}-{fault}-{stride}")
         for step in STEPS
         for fault in FAULTS
-        for stride, marks in ((QUICK_STRIDE, ()), (STRIDE, pytest.mark.slow))
-        if fault in QUICK or stride == STRIDE
+        for stride, marks in MARKS.items()
+        if fault in QUICK or stride != QUICK_STRIDE
     ]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import samples
+
 from .faults import FAULTS, Fault, is_possible
 from .killing import kill_at
 from .operations import OPERATIONS, WORLDS, Operation
@@ -20,12 +22,14 @@ ALWAYS = ("cancel", "torch raises", "watching raises", "socket fails", "no memor
 IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
 ON_SOCKETS = {"large result over sockets"}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
-SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
+SAMPLE = 20  # steps in `make test` of a case, evenly spread
+STARTING = 5  # the same of a case in which a world starts for each step
 LEAVING = 25  # the same in the rest, of a case on tensor sockets
+DIAGONALS = 4  # all steps of every fourth case are tried in `make test-rest`
 
 
-def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
-    """Return how many steps a case has in `make test`, None for all; 0 leaves it to the rest."""
+def sample_of(position: int, operation: Operation, fault: Fault) -> int:
+    """Return how many steps a case has in `make test`; 0 leaves it to the rest."""
     is_quick = fault.name in (*ALWAYS, IN_TURN[position % len(IN_TURN)])
     if fault.name == "torch raises":
         is_quick = operation.way == "torch"
@@ -33,22 +37,23 @@ def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
         is_quick &= operation.name in ON_SOCKETS
     if not is_quick and not (fault.leaves and operation.name == ENDS):
         return 0
-    return SAMPLE if fault.leaves or operation.around not in WORLDS else None
+    return STARTING if fault.leaves or operation.around not in WORLDS else SAMPLE
 
 
 def _cases() -> Iterator[Any]:
     for position, operation in enumerate(OPERATIONS):
-        for fault in FAULTS:
+        for column, fault in enumerate(FAULTS):
             if not is_possible(fault, operation.around, operation.way):
                 continue
             name = f"{operation.name}-{fault.name}".replace(" ", "_")
             sample = sample_of(position, operation, fault)
-            if sample != 0:
+            if sample:
                 yield pytest.param(operation, fault, sample, id=name)
-            if sample is not None:
-                # On sockets, some of the steps at which a world is left: each takes a second.
-                most = LEAVING if fault.leaves and operation.way == "sockets" else None
-                yield pytest.param(operation, fault, most, id=f"{name}-all", marks=pytest.mark.slow)
+            # On sockets, some of the steps at which a world is left: each takes a second.
+            most = LEAVING if fault.leaves and operation.way == "sockets" else None
+            # The ways of one operation follow one another, so they meet different faults.
+            marks = samples.mark(position, column, of=DIAGONALS)
+            yield pytest.param(operation, fault, most, id=f"{name}-all", marks=marks)
 
 
 @pytest.fixture(scope="module", autouse=True)

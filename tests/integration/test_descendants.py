@@ -15,6 +15,7 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost
 from aiorpc_torch.types import Worker
+from tests.support import samples
 from tests.support.two_ends import until
 
 _kept: list[Any] = []
@@ -67,9 +68,11 @@ QUICK = {("forks", "it is killed")}
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        pytest.param(kind, how, marks=() if (kind, how) in QUICK else pytest.mark.slow)
-        for kind in KINDS
-        for how in ENDS
+        pytest.param(
+            kind, how, marks=() if (kind, how) in QUICK else samples.mark(row, column, of=3)
+        )
+        for row, kind in enumerate(KINDS)
+        for column, how in enumerate(ENDS)
     ],
 )
 def test_a_child_ends_with_what_it_has_started(kind: str, how: str, tmp_path: Path) -> None:

@@ -283,7 +283,8 @@ async def test_the_world_after_a_server_that_failed() -> None:
 
 # ── its end ─────────────────────────────────────────────────────────────────────────────────────
 
-RARE = ("forked", "killed", "killed inside", "exit")
+RARE = ("forked", "killed inside")
+RAREST = ("killed", "exit")
 
 LIVES = """
     from aiorpc_torch._children import forkserver
@@ -308,7 +309,12 @@ LIVES = """
 
 @pytest.mark.promise("worlds.server_ends")
 @pytest.mark.parametrize(
-    "end", ["normal", *(pytest.param(end, marks=pytest.mark.slow) for end in RARE)]
+    "end",
+    [
+        "normal",
+        *(pytest.param(end, marks=pytest.mark.slow) for end in RARE),
+        *(pytest.param(end, marks=pytest.mark.exhaustive) for end in RAREST),
+    ],
 )
 def test_the_server_ends_with_the_program(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch

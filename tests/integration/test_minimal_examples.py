@@ -42,8 +42,17 @@ OUTPUT = {
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "3")
 
 
+IN_A_GUIDE = "torchrun_ddp"  # that guide's own test runs it, too
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OUTPUT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name == IN_A_GUIDE else [])
+        for name in OUTPUT
+    ],
+)
 def test_a_minimal_example(name: str) -> None:
     start = ["-m", *TORCHRUN] if "torchrun" in name else []
     done = subprocess.run(

@@ -117,7 +117,7 @@ def run(*args: str, **options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["-c", "stdin"])
+@pytest.mark.parametrize("way", [pytest.param("-c", marks=pytest.mark.exhaustive), "stdin"])
 def test_a_program_without_a_file(way: str) -> None:
     """In its own process, and with a child: by `python -c` and from the standard input."""
     program = CELLS + "asyncio.run(world())\n"
@@ -170,7 +170,14 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.promise("worlds.open")
-@pytest.mark.parametrize("way", ["asyncio.run", "a loop that is not closed", "a thread"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "asyncio.run",
+        "a loop that is not closed",
+        pytest.param("a thread", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_program_that_leaves_its_world_open(way: str) -> None:
     """It ends as any other: nothing is printed, and no process stays."""
     done = run("-c", OPEN, way)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
+from tests.support import samples
 from tests.support.etcd_servers import Member, needs_etcd, running
 from tests.support.example_programs import free_port
 from tests.support.hung_mounts import hung_mount
@@ -90,8 +91,7 @@ def hung(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", samples.cells([0, 1], of=2))
 def test_a_file_system_that_hangs(hung: Path, tmp_path: Path, rank: int) -> None:
     """The error names the file, and the process ends."""
     script = program(tmp_path, STARTS)
@@ -116,9 +116,8 @@ def test_a_signal_while_a_file_system_hangs(hung: Path, tmp_path: Path) -> None:
         assert time.monotonic() - begun < SOON
 
 
-@pytest.mark.slow
 @needs_etcd
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", samples.cells([1, 0], of=2))
 def test_an_etcd_that_is_frozen(tmp_path: Path, rank: int) -> None:
     script = program(tmp_path, STARTS)
     member = Member(tmp_path / "etcd")
@@ -165,8 +164,10 @@ def etcd_place(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     ("kind", "is_late"),
     [
         pytest.param(file_place, True, id="file-reconnecting"),
-        pytest.param(file_place, False, id="file-renewing"),
-        pytest.param(etcd_place, True, id="etcd-reconnecting", marks=needs_etcd),
+        pytest.param(file_place, False, id="file-renewing", marks=pytest.mark.exhaustive),
+        pytest.param(
+            etcd_place, True, id="etcd-reconnecting", marks=[needs_etcd, pytest.mark.exhaustive]
+        ),
         pytest.param(etcd_place, False, id="etcd-renewing", marks=needs_etcd),
     ],
 )

@@ -85,7 +85,13 @@ async def test_the_other_plugin_beside_it(no_leaks, world):
 
 @pytest.mark.promise("testing.fixtures")
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["auto", "strict"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("auto", marks=pytest.mark.exhaustive),  # all tests here run so
+        "strict",
+    ],
+)
 def test_with_pytest_asyncio(run, mode: str) -> None:
     """Whether fixtures have to be marked for it or not."""
     mark = {"auto": "", "strict": "@pytest.mark.asyncio"}[mode]
@@ -95,7 +101,10 @@ def test_with_pytest_asyncio(run, mode: str) -> None:
 
 @pytest.mark.promise("testing.fixtures")
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["anyio first", "anyio last", "anyio alone"])
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param("anyio first", marks=pytest.mark.exhaustive), "anyio last", "anyio alone"],
+)
 def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pytest-asyncio beside it, in whichever order they are loaded, or without."""
     tests = BOTH_FIXTURES.format(mark="@pytest.mark.anyio") + ANYIO

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support import samples
 from tests.support.example_programs import PATIENCE, free_port, started
 
 from .test_launchers import no_torchrun
@@ -81,9 +82,10 @@ def test_by_hand(order: str) -> None:
 
 
 @pytest.mark.promise("worlds.process_group")
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["group", "world"])
-@pytest.mark.parametrize("launcher", ["slurm", "kubernetes", "arguments", "localhost"])
+@pytest.mark.parametrize(
+    ("launcher", "order"),
+    samples.cells(["slurm", "kubernetes", "arguments", "localhost"], ["group", "world"], of=2),
+)
 def test_other_launchers(launcher: str, order: str) -> None:
     """The group is given its rank; Slurm's batch script exports the address."""
     match launcher:

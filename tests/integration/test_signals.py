@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import aiorpc_torch as aiorpc
+from tests.support import samples
 from tests.support.scripts import program, run, started
 from tests.support.slack import SLACK
 
@@ -207,12 +208,17 @@ def test_sigterm_to_a_group_twice(tmp_path: Path, what: str) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.slow
 @pytest.mark.promise("worlds.stop_in_order")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("what", ["waits", "restarts", "starts"])
-@pytest.mark.parametrize("whom", ["all", "parent"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "whom", "what"),
+    samples.cells(
+        [signal.SIGTERM, signal.SIGINT, signal.SIGKILL],
+        ["all", "parent"],
+        ["waits", "restarts", "starts"],
+        of=3,
+    ),
+)
 def test_a_signal_at_any_moment(
     tmp_path: Path, number: signal.Signals, whom: str, what: str
 ) -> None:

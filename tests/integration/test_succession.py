@@ -12,8 +12,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from aiorpc_torch._directory.meeting import Meeting, Seen
+from tests.support import samples
 from tests.support.certificates import Authority
-from tests.support.etcd_servers import Member, needs_etcd, running
+from tests.support.etcd_servers import HAS_ETCD, Member, running
 from tests.support.example_programs import free_port
 from tests.support.movers import Mover, all_call_all, end_all
 from tests.support.slack import SLACK
@@ -57,10 +58,15 @@ class Place:
         return self._stack.enter_context(Mover(name, **options))
 
 
-@pytest.fixture(params=["file", "tcp", "torchrun", pytest.param("etcd", marks=needs_etcd)])
+PLACES = ["file", "tcp", "torchrun", "etcd"]
+
+
+@pytest.fixture(params=PLACES)
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
+    if request.param == "etcd" and not HAS_ETCD:
+        pytest.skip("needs etcd")
     store = None
     if request.param == "torchrun":
         # torch's own socket is an IPv6 one, of which it looks up the names of its clients.
@@ -82,9 +88,12 @@ def world(place: Place, size: int = 3, **more: Any) -> list[Mover]:
     return workers
 
 
-@pytest.mark.slow
 @pytest.mark.promise("succession.takeover")
-@pytest.mark.parametrize("end", ["kill", "freeze", "leave"])
+@pytest.mark.parametrize(
+    ("place", "end"),
+    samples.cells(PLACES, ["kill", "freeze", "leave"], of=2),
+    indirect=["place"],
+)
 def test_the_coordinator_ends(place: Place, end: str) -> None:
     """Another worker keeps the directory, or rank 0's replacement process; the calls go on."""
     first, *others = world(place)
@@ -121,10 +130,8 @@ def test_the_coordinator_ends(place: Place, end: str) -> None:
         assert os.listdir(place.folder) == [], "nothing is left at the place"
 
 
-@pytest.mark.slow
 @pytest.mark.promise("succession.takeover", "succession.replacement")
-@pytest.mark.parametrize("end", ["kill", "leave"])
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize(("kind", "end"), samples.cells(["file", "tcp"], ["kill", "leave"], of=2))
 def test_a_coordinator_with_port_and_tls_ends(tmp_path: Path, kind: str, end: str) -> None:
     """Each worker listens at its port, also the one that takes over and the replacement process.
 

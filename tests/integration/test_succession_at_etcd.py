@@ -10,6 +10,7 @@ import pytest
 
 from aiorpc_torch._directory.etcd_value import EtcdValue
 from aiorpc_torch._directory.record import lease_for
+from tests.support import samples
 from tests.support.etcd_servers import Cluster, Member, eventually, needs_etcd, running
 from tests.support.movers import PATIENCE, Mover, all_call_all, check_directories, end_all
 from tests.support.slack import SLACK
@@ -89,8 +90,11 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.mark.promise("succession.takeover")
-@pytest.mark.parametrize("is_at_once", [False, True], ids=["one-by-one", "at-once"])
-@pytest.mark.parametrize("is_leader", [True, False], ids=["leader", "another"])
+@pytest.mark.parametrize(
+    ("is_leader", "is_at_once"),
+    samples.cells([True, False], [False, True], of=2),
+    ids=["leader-one-by-one", "leader-at-once", "another-one-by-one", "another-at-once"],
+)
 def test_a_member_of_etcd_is_killed(world: World, is_leader: bool, is_at_once: bool) -> None:
     """The world goes on; so it does when rank 0 is killed then, or at the same time."""
     victim = next(each for each in world.etcd.members if each.is_leader() == is_leader)

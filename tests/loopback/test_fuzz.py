@@ -62,10 +62,10 @@ from tests.support.malformed import (
 )
 from tests.support.raw_connections import CONNECTION, SOON, Stranger, Tap, read, server
 
-# One seed each: what an answer holds depends on threads, and may not decide what is drawn.
-pytestmark = pytest.mark.hypothesis  # its properties are in functions of tests
+is_property = pytest.mark.hypothesis  # which its plugin cannot see in a function of a test
 
 CREDIT = 1 << 12  # items that a stream may send
+# One seed each: what an answer holds depends on threads, and may not decide what is drawn.
 rolls = st.randoms(use_true_random=True)
 slow = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -377,6 +377,7 @@ def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
 
 
 @pytest.mark.promise("security.frames")
+@is_property
 @pytest.mark.parametrize("alone", [(True,), (False,), (True, False)], ids=str)
 def test_changed_frames_of_calls(victim: Victim, alone: tuple[bool, ...]) -> None:
     """Each field, at any depth, dropped, repeated, exchanged or of another kind."""
@@ -396,6 +397,7 @@ def test_changed_frames_of_calls(victim: Victim, alone: tuple[bool, ...]) -> Non
     hit()
 
 
+@is_property
 def test_frames_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
     """Cut, flipped, spliced; and anything at all in place of them."""
 
@@ -413,6 +415,7 @@ def test_frames_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
 
 
 @pytest.mark.usefixtures("over_torch")
+@is_property
 def test_slots_and_controls_that_are_not_as_they_were(victim: Victim) -> None:
     """Among real frames; and with payloads that belong to none of them."""
 
@@ -763,6 +766,7 @@ def liar(victim: Victim) -> Liar:
     return Liar(victim)
 
 
+@is_property
 def test_results_that_are_not_as_they_were(liar: Liar) -> None:
     """Each part of them, dropped, repeated, exchanged or of another kind; or their bytes."""
 

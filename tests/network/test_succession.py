@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import samples
 from tests.support.certificates import Authority
 from tests.support.movers import PATIENCE, Mover, all_call_all, end_all
 from tests.support.network_namespaces import ADDRESSES, LINK, Machine, machines as machines
@@ -84,9 +85,10 @@ FIXED = f"{ADDRESSES[0]}:{MASTER}"
 
 
 @pytest.mark.promise("succession.takeover", "succession.replacement", "security.encryption")
-@pytest.mark.parametrize("end", ["kill", "freeze", "leave"])
-@pytest.mark.parametrize("place", ["file", "tcp"])
-@pytest.mark.parametrize("how", ["port", "tls", "port-tls"])
+@pytest.mark.parametrize(
+    ("how", "place", "end"),
+    samples.cells(["port", "tls", "port-tls"], ["file", "tcp"], ["kill", "freeze", "leave"], of=3),
+)
 def test_the_coordinator_ends(
     machines: tuple[Machine, Machine], tmp_path: Path, how: str, place: str, end: str
 ) -> None:

@@ -18,9 +18,8 @@ from tests.support.example_programs import free_port
 
 T = TypeVar("T")
 
-needs_etcd = pytest.mark.skipif(
-    shutil.which("etcd") is None, reason="needs etcd: apt-get install etcd-server"
-)
+HAS_ETCD = shutil.which("etcd") is not None
+needs_etcd = pytest.mark.skipif(not HAS_ETCD, reason="needs etcd: apt-get install etcd-server")
 START = 60.0  # seconds for an etcd to start, or for a cluster to go on without a member
 
 

@@ -60,6 +60,8 @@ def marked(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[
             ids = [each for decorator in node.decorator_list for each in _ids(decorator)]
             if ids and not node.name.lower().startswith("test"):
                 raise ValueError(f"{node.name} has a promise and is no test")
+            if ids and "pytest.mark.exhaustive" in map(ast.unparse, node.decorator_list):
+                raise ValueError(f"{node.name} has a promise, and `make test-rest` leaves it out")
             if ids:
                 yield prefix + node.name, ids
             if isinstance(node, ast.ClassDef):

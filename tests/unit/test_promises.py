@@ -52,6 +52,9 @@ class TestTwo:
     ]
     with pytest.raises(ValueError, match="helper has a promise and is no test"):
         list(marked(ast.parse('@pytest.mark.promise("a.b")\ndef helper(): ...')))
+    left = '@pytest.mark.exhaustive\n@pytest.mark.promise("a.b")\ndef test_c(): ...'
+    with pytest.raises(ValueError, match="test_c has a promise, and `make test-rest` leaves it"):
+        list(marked(ast.parse(left)))
 
 
 def test_every_test_has_a_tier() -> None:
