@@ -26,7 +26,7 @@ from .._wire.messages import Arguments
 from .._wire.targets import GENERATOR_HINT
 from ._typing import ListDecorator, RoundDecorator, StackDecorator
 from .collate import Collation, Device
-from .function import BatchFunction
+from .function import BatchFunction, is_generator
 from .policies import Count, Fill, Policy, Round, Seconds, has_functions
 from .queue import LOCAL_CALLER, BatchQueue, ResultCallback
 from .stats import new_counters
@@ -234,6 +234,11 @@ class Batched:
     ) -> None:
         functools.update_wrapper(self, function)
         _check_signature(function)
+        if isinstance(policy, Round) and is_generator(function):
+            raise TypeError(
+                f"{self.__qualname__} is a generator, and a Round gives one result to all of its "
+                "callers: give it a Fill"
+            )
         warn_if_switch_is_void(function)
         self._function = function
         self._policy = policy

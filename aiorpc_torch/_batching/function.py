@@ -19,6 +19,12 @@ from .results import ENDED, split_results, with_ends
 from .traits import CallArgs
 
 
+def is_generator(function: Callable[..., Any]) -> bool:
+    """Return whether a function, under its decorators, is a generator, async or plain."""
+    inner = inspect.unwrap(function)
+    return inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner)
+
+
 class BatchFunction:
     """A function that gets one list per parameter; with a `collation`, one tree of tensors.
 
@@ -35,9 +41,8 @@ class BatchFunction:
     ) -> None:
         self.name = getattr(function, "__qualname__", repr(function))
         self._function = function
-        generates = inspect.unwrap(function)
-        is_async_generator = inspect.isasyncgenfunction(generates)
-        self.is_generator = is_async_generator or inspect.isgeneratorfunction(generates)
+        self.is_generator = is_generator(function)
+        is_async_generator = inspect.isasyncgenfunction(inspect.unwrap(function))
         self.is_async = is_async_generator or inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = collation is not None
@@ -159,10 +164,17 @@ class BatchFunction:
         if self.is_generator:
             if result is ENDED:
                 return ENDED  # type: ignore[no-any-return]
-            result = with_ends(result, stacked=self._stacked)
+            result = with_ends(result, len(calls), stacked=self._stacked)
         rows = None if self._rows is None else rows_of(calls, self._rows)
-        size, stacked, for_all = len(calls), self._stacked, self._for_all
-        return split_results(result, size, self.name, stacked=stacked, for_all=for_all, rows=rows)
+        return split_results(
+            result,
+            len(calls),
+            self.name,
+            stacked=self._stacked,
+            for_all=self._for_all,
+            rows=rows,
+            verb="yielded" if self.is_generator else "returned",
+        )
 
     def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
         if self._rows is not None:

@@ -19,6 +19,11 @@ from .collate import Rows, cut, is_array, row_count, uncollate
 
 T = TypeVar("T")
 
+_ENTRIES_HINT = (
+    ": each step has one entry for each caller, also for those that have ended. "
+    "`StopAsyncIteration()` as an entry ends its caller"
+)
+
 ENDED: Any = object()
 """The entry of a caller whose stream has ended, and what a generator's last step returns."""
 
@@ -43,6 +48,7 @@ def split_results(
     stacked: bool = False,
     for_all: bool = False,
     rows: Rows | None = None,
+    verb: str = "returned",
 ) -> list[Any]:
     """Return one result for each of `size` callers; an exception among them is to be raised.
 
@@ -56,6 +62,7 @@ def split_results(
         stacked: Whether its arguments were stacked, or joined by rows.
         for_all: Whether a result is for all callers: that of a round.
         rows: Rows that the function got (default: one of each caller).
+        verb: "yielded" for a generator, for errors.
 
     Raises:
         BatchContractError: if `result` is not one result per caller.
@@ -76,14 +83,16 @@ def split_results(
     length = len(result) if type(result) is list else row_count(result)
     total, counts = (size, None) if rows is None else rows
     if length is None:
+        remedy = verb.removesuffix("ed")
         raise BatchContractError(
-            f"{name} got a batch of {size} and returned {_describe(result)}: return a list or "
+            f"{name} got a batch of {size} and {verb} {_describe(result)}: {remedy} a list or "
             "tuple as long as the batch, a tensor or an array (or a tree of them) whose first "
             "dimension is the batch, or Broadcast(value)"
         )
     if length != total:
         got = f"{size}" if rows is None else f"{size} with {total} rows"
-        raise BatchContractError(f"{name} got a batch of {got} and returned {length} results")
+        text = f"{name} got a batch of {got} and {verb} {length} results"
+        raise BatchContractError(text if verb == "returned" else f"{text}{_ENTRIES_HINT}")
     if type(result) is not list:
         results = uncollate(result, size, counts)
     elif counts is None:
@@ -93,11 +102,19 @@ def split_results(
     return _distinct(results, name)
 
 
-def with_ends(entries: Any, *, stacked: bool) -> Any:
-    """Return the entries of a generator's step, with ENDED for each instance of StopIteration."""
+def with_ends(entries: Any, size: int, *, stacked: bool) -> Any:
+    """Return the entries of a generator's step, with ENDED for each end of a caller."""
+    if type(entries) is Broadcast and _is_end(entries.value):
+        return [ENDED] * size
+    if type(entries) is EachValue:
+        entries = [*map(_own_row, entries.values)]
     if not _is_sequence(entries, stacked):
         return entries
-    return [ENDED if isinstance(each, _STOPS) else each for each in entries]
+    return [ENDED if _is_end(each) else each for each in entries]
+
+
+def _is_end(entry: Any) -> bool:
+    return isinstance(entry, _STOPS) or entry is StopAsyncIteration or entry is StopIteration
 
 
 _STOPS = StopAsyncIteration, StopIteration

@@ -95,8 +95,8 @@ async def _pause(member: Member, mark: BatchId, *, enters: bool) -> AsyncIterato
         found = await pause.__aenter__()
     except CallTimeout as exc:
         text = f"paused: calls of an object on worker {owner!r} still ran at the deadline"
-        late = CallTimeout(text, worker=owner, method="paused", may_have_run=False)
-        raise late from exc
+        # In no variable: it would be a cycle, which keeps what the caller's frames hold.
+        raise CallTimeout(text, worker=owner, method="paused", may_have_run=False) from exc
     pause.outlive_deadline()  # that is of the entry
     has_ended = False
     try:

@@ -42,17 +42,20 @@ async def recover(name: str) -> Recovered | None:
     on with the weights that it registers. Of several followers with the version, one on this host
     is asked first. One that is lost as it answers is passed over.
 
-    The state of an optimizer, counters and random states are trees as well: publish them under a
-    name of their own, and follow that on another host.
+    The state of an optimizer, counters and random states are trees as well: publish them in the
+    same tree, or under a name of their own, and follow that on another host.
 
     Args:
         name: name under which the weights are, or were, registered.
 
     Raises:
+        TypeError: if the name is not a str.
         CallTimeout: if the deadline of `aiorpc.timeout` passes.
         RpcError: if followers live, and none of them could answer.
         NotInWorld: outside a world.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a str, got {name!r}")
     answers, failures = await _ask_all(await members(_name_of(name)))
     candidates, best = Candidates(answers), None
     while (candidate := candidates.next(-1 if best is None else best[0])) is not None:

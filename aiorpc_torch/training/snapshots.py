@@ -18,6 +18,9 @@ from .memory import Memory
 ALIGNMENT = 64
 """Bytes to which the tensors of a snapshot are aligned."""
 
+MAX_STATE = 1 << 16
+"""Bytes of a tensor that may be the state of a random generator, whose copy costs nothing."""
+
 COPY_ON_LOOP = 1 << 20
 """Maximum bytes of a snapshot that is copied on the event loop, not in a thread."""
 
@@ -103,7 +106,10 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, place: Place) -> Tensor:
         """Return the tensor at a place."""
-        return place.view(self._data)
+        view = place.view(self._data)
+        # torch reads the state of a random generator at the start of its storage (2.11 to 2.15).
+        is_state = view.dtype is torch.uint8 and view.dim() == 1 and view.nbytes <= MAX_STATE
+        return view.clone() if is_state else view
 
 
 def snapshot(tree: Any, memory: Memory | None = None) -> Snapshot:

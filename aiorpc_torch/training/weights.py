@@ -1,5 +1,7 @@
 """The publisher of versioned weights: `Weights`."""
 
+import asyncio
+import logging
 import secrets
 from typing import Any
 
@@ -11,6 +13,8 @@ from .shapes import check_shapes, shapes
 from .snapshots import Snapshot, snapshot, snapshot_in_thread
 from .versions import Versions
 from .waiting import Changes, Line
+
+log = logging.getLogger("aiorpc_torch")
 
 
 class Weights:
@@ -45,6 +49,7 @@ class Weights:
         self._changes = Changes()
         self._publishing = Line()
         self._is_publishing = False
+        self._is_overtaken = False
 
     def __repr__(self) -> str:
         return f"<Weights version {self.version}>"
@@ -77,6 +82,7 @@ class Weights:
             self._is_publishing = False
             self._publishing.notify()
         self._changes.notify()
+        await asyncio.sleep(0)  # a loop that awaits nothing else lets followers have it
         return number
 
     def state(self, version: int | None = None) -> Any:
@@ -113,6 +119,14 @@ class Weights:
         return number, *self._versions.get(number)
 
     def _see(self, number: int) -> None:
+        if number > self._versions.newest and not self._is_overtaken:
+            self._is_overtaken = True
+            log.warning(
+                "followers hold version %d of weights that begin anew here with version %d: a "
+                "learner that comes back takes theirs by `await recover(name)`",
+                number,
+                self.version,
+            )
         if self._versions.see(number):
             self._changes.notify()
 

@@ -1,6 +1,7 @@
 """Learners that come back: their weights are in the memory of those who follow them."""
 
 import asyncio
+import logging
 import os
 from typing import Any
 
@@ -111,3 +112,37 @@ async def test_several_followers_of_one_worker() -> None:
             assert found is not None
             assert found.version == newer.version == 2
             await newer.aclose()
+
+
+@pytest.mark.promise("training.recover")
+async def test_the_state_of_a_random_generator() -> None:
+    """torch reads it at the start of its storage, wherever it is in a version."""
+    async with world([]), asyncio.timeout(LONG):
+        tree = {"x": torch.zeros(3), "rng": torch.get_rng_state(), "y": torch.zeros(5)}
+        aiorpc.register("policy", Weights(tree))
+        async with await follow("policy") as follower:
+            expected = torch.rand(3)
+            found = await recover("policy")
+            assert found is not None
+            for state in (found.tree["rng"], follower.state["rng"]):
+                torch.set_rng_state(state)
+                assert torch.rand(3).tolist() == expected.tolist()
+    with pytest.raises(TypeError, match="a name must be a str"):
+        await recover(3)  # type: ignore[arg-type]
+    assert await beginning_anew() == 1
+
+
+async def beginning_anew() -> int:
+    """A learner that comes back without `recover`: the log says what to write."""
+    caught: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("aiorpc_torch")
+    log.addHandler(handler)
+    try:
+        weights = Weights({"x": torch.zeros(3)})
+        assert await weights.newest(5) == 0
+        assert await weights.newest(6) == 0
+    finally:
+        log.removeHandler(handler)
+    return len([each for each in caught if "await recover(name)" in each])

@@ -106,10 +106,12 @@ class Counters:
         yield [threading.Lock() if item == 0 else item for item in items]
         yield items
 
-    @batched(Round(2))
-    async def round(self, items: list[int]) -> AsyncIterator[Any]:
-        yield sum(items)
-        yield each([item * 10 for item in items])
+    @batched(max_size=8)
+    async def ends(self, items: list[int]) -> AsyncIterator[Any]:
+        yield each(items)
+        yield each([item if item else StopAsyncIteration for item in items])
+        yield Broadcast(StopAsyncIteration())
+        yield items
 
 
 kinds = pytest.mark.parametrize("kind", ["count", "count_in_thread"])
@@ -187,15 +189,17 @@ async def test_trees_of_tensors() -> None:
 
 
 async def test_items_for_all() -> None:
-    """`Broadcast` in a Fill; what a Round yields, but for `each`."""
+    """`Broadcast`, and ends in all forms; a Round takes none."""
     _, proxy = await made()
+    assert await all_of(*(take(proxy.ends(n)) for n in (0, 1, 2))) == [[0], [1, 1], [2, 2]]
 
     @batched(Fill(4))
     async def shared(items: list[int]) -> AsyncIterator[Any]:
         yield Broadcast(sum(items))
 
     assert await all_of(take(shared(1)), take(shared(2))) == [[3], [3]]
-    assert await all_of(take(proxy.round(1)), take(proxy.round(2))) == [[3, 10], [3, 20]]
+    with pytest.raises(TypeError, match="a Round gives one result to all of its callers"):
+        batched(Round(2))(shared._function)
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +234,7 @@ async def test_a_step_without_an_entry_for_each() -> None:
     for found, exc in await all_of(*(outcome(proxy.too_few(n)) for n in (1, 2))):
         assert len(found) == 1
         assert type(exc) is BatchContractError
-        assert "got a batch of 2 and returned 1 results" in str(exc)
+        assert "got a batch of 2 and yielded 1 results: each step has one entry" in str(exc)
 
 
 async def test_an_item_that_cannot_be_sent() -> None:
