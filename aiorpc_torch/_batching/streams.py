@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from .._aio.wakeup import Wakeup
+from .._handles.mistakes import OnlyIterated
 from .._wire.columns import SharedValue
 from .._wire.connection_state import INITIAL_CREDIT
 from .results import ENDED
@@ -178,7 +179,7 @@ class LocalItems:
         return self._items.popleft()
 
 
-class LocalStream(AsyncIterator[Any]):
+class LocalStream(OnlyIterated, AsyncIterator[Any]):
     """The iterator of a caller of this process over a batched generator.
 
     It joins the queue at the first `anext`. A cancelled wait loses nothing.

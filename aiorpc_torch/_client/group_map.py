@@ -28,6 +28,7 @@ from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
 from .._context.interception import CallInfo, End, begin_group, is_needed
+from .._handles.mistakes import OnlyIterated
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
@@ -84,7 +85,7 @@ class MapOptions:
             raise ValueError(f"retries must be an int of at least 0, got {self.retries!r}")
 
 
-class MapResults(AsyncIterator[R]):
+class MapResults(OnlyIterated, AsyncIterator[R]):
     """The results of a map. An early end cancels the running calls."""
 
     def __init__(

@@ -131,6 +131,9 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
     if not TYPE_CHECKING:
         __getattr__ = refuse_attribute
 
+        def __getitem__(self, index: Any) -> NoReturn:
+            raise TypeError(f"{self!r} changes, and has no indices: take `Group(members)[{index}]`")
+
     def __repr__(self) -> str:
         return f"<members {self._watch.name!r}, {len(self)} now>"
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Awaitable, Iterator
 from types import CoroutineType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .._torch.compat import RRefBase
 from .._wire.exceptions import try_add_note
@@ -15,6 +15,18 @@ def await_hint(value: Any) -> str:
         return ""
     name = f"`await {value.__name__}(...)`" if isinstance(value, CoroutineType) else "`await` it"
     return f", which was not awaited: write {name}"
+
+
+class OnlyIterated:
+    """An asynchronous iterator that says so where it is awaited, or iterated by a plain `for`."""
+
+    if not TYPE_CHECKING:  # type checkers report both mistakes themselves
+
+        def __await__(self) -> NoReturn:
+            raise TypeError(f"{self!r} cannot be awaited: write `async for`")
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"{self!r} cannot be iterated with `for`: write `async for`")
 
 
 def note_rref(exc: BaseException) -> None:

@@ -280,3 +280,20 @@ async def test_a_weight_that_is_no_number() -> None:
 
     with pytest.raises(ValueError, match=r"must be a number, got tensor\(2\.\): return float"):
         await total(torch.ones(2))
+
+
+async def test_what_is_only_iterated() -> None:
+    """A map and a batched generator that are awaited, or iterated by a plain `for`."""
+
+    @batched(max_size=2)
+    async def generate(items: list[int]) -> Any:
+        yield items
+
+    rref = await create("main", Model)
+    for iterated in (generate(1), Group([rref]).map(Model.double, [1])):
+        with pytest.raises(TypeError, match="cannot be awaited: write `async for`"):
+            await iterated
+        with pytest.raises(TypeError, match="cannot be iterated with `for`: write `async for`"):
+            list(iterated)
+    with pytest.raises(TypeError, match=r"has no indices: take `Group\(members\)\[0\]`"):
+        members("x")[0]
