@@ -3,20 +3,22 @@
 A generator function runs once too, and each of its steps is for all calls of the batch.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
 
-from .._endpoint.runtime import in_thread
+from .._endpoint.runtime import OwnThread, in_thread
 from .._torch.cuda import fence_tree
 from .collate import Collation, Collator, collate, rows_of, with_rows
 from .cuda_collate import CudaCollator
 from .results import ENDED, split_results, with_ends
 from .traits import CallArgs
+
+InThread = Callable[[Callable[[], list[Any]]], Coroutine[Any, Any, list[Any]]]
+"""Runs a function in a thread."""
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
@@ -74,6 +76,7 @@ class BatchFunction:
         instance: Any,
         calls: Sequence[CallArgs],
         compute: Callable[[Collator], Any] | None = None,
+        in_thread: InThread = in_thread,
     ) -> list[Any]:
         """Call the function, or `compute`, once for all `calls`; return one result per call.
 
@@ -83,7 +86,7 @@ class BatchFunction:
         if compute is None:
             compute = functools.partial(self._call, instance, calls)
         if self._cuda is not None:
-            return await self._results_on_cuda(self._cuda_collator, compute, calls)
+            return await self._results_on_cuda(self._cuda_collator, compute, calls, in_thread)
         if not self.is_async:
             return await in_thread(lambda: self._split(compute(self._collator), calls))
         result = await compute(self._collator)
@@ -103,6 +106,8 @@ class BatchFunction:
             BatchContractError: if a step has not one result per call.
         """
         source: Any = None
+        thread = None if self.is_async else OwnThread()
+        run = in_thread if thread is None else thread.run
 
         def step(collator: Collator) -> Any:
             nonlocal source
@@ -111,19 +116,10 @@ class BatchFunction:
             return _next(source) if self.is_async else next(source, ENDED)
 
         try:
-            while (results := await self.run(instance, calls, step)) is not ENDED:
+            while (results := await self.run(instance, calls, step, run)) is not ENDED:
                 yield results
         finally:
-            await self._close(source)
-
-    async def _close(self, source: Any) -> None:
-        if not hasattr(source, "aclose" if self.is_async else "close"):
-            return
-        if self.is_async:
-            await source.aclose()
-            return
-        with contextlib.suppress(ValueError):  # it runs: its thread closes it as that forgets it
-            await in_thread(source.close)
+            await _close(source, thread)
 
     @functools.cached_property
     def _cuda_collator(self) -> CudaCollator:
@@ -136,6 +132,7 @@ class BatchFunction:
         collator: CudaCollator,
         compute: Callable[[Collator], Any],
         calls: Sequence[CallArgs],
+        in_thread: InThread,
     ) -> list[Any]:
         ready = collator.record_event()  # the loop's stream holds the callers' tensors
         if not self.is_async:
@@ -195,3 +192,16 @@ class BatchFunction:
 
 async def _next(source: Any) -> Any:
     return await anext(source, ENDED)
+
+
+async def _close(source: Any, thread: OwnThread | None) -> None:
+    """Close a generator, after the step that runs; `source` may be something else by mistake."""
+    if thread is None:
+        if hasattr(source, "aclose"):
+            await source.aclose()
+        return
+    try:
+        if hasattr(source, "close"):
+            await thread.run(source.close)
+    finally:
+        thread.close()

@@ -111,6 +111,8 @@ class QueuedCall:
 
     def cancel(self) -> None:
         """Leave the queue. In a running batch, only drop the result."""
+        if self.has_left:
+            return
         self.on_result = _ignore
         if self.queue.discard(self):
             self.args = ()

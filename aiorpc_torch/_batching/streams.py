@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from .._aio.wakeup import Wakeup
 from .._handles.mistakes import OnlyIterated
+from .._torch.tree import tensors_in
 from .._wire.columns import SharedValue
-from .._wire.connection_state import INITIAL_CREDIT
+from .._wire.connection_state import INITIAL_CREDIT, credit_cost
 from .results import ENDED
 
 MAX_BEHIND = 1024  # credit that a caller may owe while others go on, 64 MiB at most
@@ -109,6 +110,7 @@ class StreamedBatch:
         """Close the generator if this was the last caller."""
         if self._is_stepping and self._task is not None and not self._remaining():
             self._task.cancel()
+            self._task = None  # once: another one would interrupt its cleanup
         self._wake()
 
 
@@ -130,15 +132,17 @@ class LocalItems:
     def __init__(self) -> None:
         self.credit = INITIAL_CREDIT
         self.is_over = False
-        self._items: deque[Any] = deque()
+        self._items: deque[tuple[Any, int]] = deque()  # with their costs in credit
         self._failure: BaseException | None = None
         self._wakeup = Wakeup()
         self._resume: Callable[[], None] | None = None
 
     async def send_from_loop(self, item: Any) -> None:
         """Add an item: the very object."""
-        self._items.append(item.value if type(item) is SharedValue else item)
-        self.credit -= 1
+        value = item.value if type(item) is SharedValue else item
+        cost = credit_cost(_bytes_of(value))
+        self._items.append((value, cost))
+        self.credit -= cost
         self._wakeup.set()
 
     def call_when_credit(self, resume: Callable[[], None]) -> bool:
@@ -172,11 +176,20 @@ class LocalItems:
                 failure, self._failure = self._failure, None
                 raise StopAsyncIteration if failure is None else failure
             await self._wakeup.wait()
-        self.credit += 1
+        item, cost = self._items.popleft()
+        self.credit += cost
         resume, self._resume = self._resume, None
         if resume is not None:
             resume()
-        return self._items.popleft()
+        return item
+
+
+def _bytes_of(item: Any) -> int:
+    """Return about how many bytes an item holds: those of its tensors, its array or its text."""
+    if isinstance(item, str | bytes | bytearray):
+        return len(item)
+    size = getattr(item, "nbytes", None)  # of a tensor, an array or a memoryview
+    return size if type(size) is int else sum(each.nbytes for each in tensors_in(item))
 
 
 class LocalStream(OnlyIterated, AsyncIterator[Any]):
@@ -205,7 +218,11 @@ class LocalStream(OnlyIterated, AsyncIterator[Any]):
         join, self._join = self._join, None
         if join is not None:
             self._loop = asyncio.get_running_loop()
-            self._leave = join(self._items)
+            try:
+                self._leave = join(self._items)
+            except BaseException:
+                self._items.close()  # nothing comes
+                raise
         return await self._items.next()
 
     async def aclose(self) -> None:

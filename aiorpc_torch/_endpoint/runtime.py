@@ -8,6 +8,8 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import queue
+import threading
 import types
 import warnings
 from collections.abc import Callable, Coroutine
@@ -18,6 +20,7 @@ from torch.futures import Future
 from .._aio.threads import run_in_thread
 from .._context.recording import current_record
 from .._torch.switches import has_switch
+from .._torch.thread_state import thread_settings
 from . import entry_points
 
 T = TypeVar("T")
@@ -40,6 +43,50 @@ def in_thread(function: Callable[[], T]) -> Coroutine[Any, Any, T]:
     run = functools.partial(contextvars.copy_context().run, function)
     start = None if node is None else node.server.lend_thread
     return run_in_thread(run, "aiorpc-def", start)
+
+
+class OwnThread:
+    """A daemon thread with one context for the steps of a generator.
+
+    The modes of torch, such as `no_grad`, are those of a thread, and a generator keeps them between
+    its steps: no other code must run there meanwhile, and no step in another thread.
+    """
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._settings = thread_settings()
+        self._steps: _Steps = queue.SimpleQueue()
+        self._is_started = False
+
+    def run(self, function: Callable[[], T]) -> Coroutine[Any, Any, T]:
+        """Run a function in the thread, after those before."""
+        if (recording := current_record()) is not None:
+            function = functools.partial(recording.run, function)
+        step = functools.partial(self._context.run, function)
+        return run_in_thread(step, "aiorpc-def", self._start)
+
+    def _start(self, step: Callable[[], None]) -> None:
+        if not self._is_started:
+            args = self._steps, self._settings  # not this: its end ends the thread
+            threading.Thread(target=_run_steps, args=args, name="aiorpc-def", daemon=True).start()
+            self._is_started = True
+        self._steps.put(step)
+
+    def close(self) -> None:
+        """End the thread after the steps that it has got."""
+        self._steps.put(None)
+
+    __del__ = close
+
+
+_Steps = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def _run_steps(steps: _Steps, settings: Callable[[], None]) -> None:
+    settings()
+    while (step := steps.get()) is not None:
+        step()
+        del step  # it must not live until the next
 
 
 def in_event_loop() -> bool:

@@ -56,7 +56,7 @@ class Registry:
         self._watchers: dict[tuple[str, Party], State] = {}
         self._telling: set[tuple[str, Party]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asking: dict[str, set[asyncio.Task[None]]] = {}  # by watched name
+        self._asking: dict[str, dict[asyncio.Task[None], str]] = {}  # peers, by watched name
         table.watch(self._on_table_change)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Registry:
     def watch(self, name: str, on_change: Callable[[], None]) -> None:
         """Call `on_change` after each change, and once this worker leaves, until `unwatch`."""
         if name not in self._listeners:
-            self._listeners[name], self._asking[name] = [], set()
+            self._listeners[name], self._asking[name] = [], {}
             for peer in [*self._members.peers]:
                 self._ask_soon(peer, name)
         self._listeners[name].append(on_change)
@@ -92,7 +92,7 @@ class Registry:
         if not listeners:  # peers learn it with the next change
             del self._listeners[name]
             self._states.pop(name, None)
-            for task in self._asking.pop(name):
+            for task in [*self._asking.pop(name)]:
                 task.cancel()
 
     def living(self, name: str) -> list[RRef[Any]]:
@@ -109,9 +109,18 @@ class Registry:
         return [] if self.is_closed else found
 
     async def all_told(self, name: str) -> None:
-        """Wait until every living worker has told its object of a name that is watched."""
-        while asking := [*self._asking.get(name, ())]:
-            await asyncio.wait(asking)
+        """Wait until every living worker has told its object of a name that is watched.
+
+        One that is lost meanwhile is not waited for.
+        """
+        changed = asyncio.Event()
+        self.watch(name, changed.set)
+        try:
+            while any(map(self._is_alive, self._asking[name].values())):
+                changed.clear()
+                await changed.wait()
+        finally:
+            self.unwatch(name, changed.set)
 
     def _is_alive(self, worker: str) -> bool:
         if worker == self._members.name:
@@ -141,8 +150,13 @@ class Registry:
     def _ask_soon(self, peer: str, name: str) -> None:
         if self._is_alive(peer):
             task, asking = self._start(self._ask(peer, name)), self._asking[name]
-            asking.add(task)
-            task.add_done_callback(asking.discard)
+            asking[task] = peer
+
+            def on_end(task: asyncio.Task[None]) -> None:
+                del asking[task]
+                self._notify(name)
+
+            task.add_done_callback(on_end)
 
     async def _ask(self, peer: str, name: str) -> None:
         """Ask a peer for the state of a name, until it answers or is gone."""

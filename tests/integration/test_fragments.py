@@ -24,7 +24,14 @@ async def names_for(fragment: str) -> dict[str, Any]:
     """Return the objects that a fragment of a page takes for granted."""
     names: dict[str, Any] = {"torch": torch, "rpc": rpc, "aiorpc": aiorpc, "asyncio": asyncio}
     names |= {name: thing for name, thing in vars(objects).items() if not name.startswith("_")}
-    names |= {"x": torch.ones(2), "y": torch.ones(2), "n": 3, "Grads": Tensor, "Parameters": Tensor}
+    names |= {
+        "Any": Any,
+        "x": torch.ones(2),
+        "y": torch.ones(2),
+        "n": 3,
+        "Grads": Tensor,
+        "Parameters": Tensor,
+    }
     net = await create("a", objects.Net)
     names |= {
         "rref": net,
@@ -103,10 +110,16 @@ async def test_fragments_on_training_run(workers: Workers) -> None:
         if "insert(transition" in fragment:
             limit = training.StalenessLimit(max_staleness=2, max_in_flight=1)
             names["ticket"] = await limit.ticket().__aenter__()
+        is_replaced = "recover(" in fragment  # as if the learner had died
+        if is_replaced:
+            aiorpc.unregister("policy")
         code = compile(fragment, "training", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if inspect.isawaitable(result := eval(code, names)):
+        if inspect.isawaitable(result := eval(code, {**names} if is_replaced else names)):
             async with asyncio.timeout(30.0):
                 await result
+        if is_replaced:
+            aiorpc.unregister("policy")
+            aiorpc.register("policy", names["weights"])
     learning.cancel()
     await names["policy"].aclose()
 

@@ -1,6 +1,7 @@
 """Members by name in worlds that change: workers join, leave, die, are replaced and return."""
 
 import asyncio
+import os
 import signal
 from collections import Counter
 from typing import Any
@@ -32,6 +33,19 @@ SOON = 60.0
 async def pids(envs: Any) -> list[int]:
     """The processes of all members."""
     return await remote(envs).pid()  # type: ignore[no-any-return]
+
+
+@pytest.mark.promise("members.known")
+async def test_a_worker_that_is_lost_meanwhile() -> None:
+    """It is not waited for any longer."""
+    async with asyncio.timeout(2 * SOON), world(["a", "b"], heartbeat=1.0):
+        await call("a", enlist, "a")
+        frozen = psutil.Process(await call("b", os.getpid))
+        frozen.suspend()
+        try:
+            assert len(await members(NAME)) == 1
+        finally:
+            frozen.resume()
 
 
 async def count_elsewhere(name: str, count: int) -> list[int]:

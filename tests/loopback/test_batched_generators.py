@@ -1,10 +1,12 @@
 """`@batched` generators: one iteration for many callers, who end, leave and fail apart."""
 
 import asyncio
+import decimal
 import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from aiorpc_torch import (
     CallTimeout,
     Fill,
     Group,
+    QueueFull,
     Round,
     batched,
     create,
@@ -427,3 +430,117 @@ async def test_nothing_is_kept() -> None:
     await asyncio.sleep(0)
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+# ── a thread and a context of its own ───────────────────────────────────────────────────────────
+
+variable: ContextVar[int] = ContextVar("variable", default=0)
+
+
+class Modes:
+    """A plain generator that changes its thread and its context."""
+
+    @batched(max_size=4)
+    def generate(self, items: list[int]) -> Iterator[list[Any]]:
+        with torch.no_grad(), decimal.localcontext() as context:
+            context.prec = 3
+            for _ in range(4):
+                variable.set(variable.get() + 1)
+                third = str(decimal.Decimal(1) / 3)
+                yield [(torch.is_grad_enabled(), variable.get(), third)] * len(items)
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def plain(self) -> bool:
+        assert self.gate.wait(PATIENCE)
+        return torch.is_grad_enabled()
+
+
+@pytest.mark.promise("batching.generators")
+async def test_the_modes_of_a_plain_generator_are_its_own() -> None:
+    """From step to step, and those of no other plain method, then or later."""
+    rref = await create("main", Modes)
+    proxy, items = remote(rref), list[Any]()
+    others: list[asyncio.Task[bool]] = []
+    gate = rref.local_value().gate
+    async for item in proxy.generate(1):
+        items.append(item)
+        others += [asyncio.ensure_future(proxy.plain()) for _ in range(2)]
+        await asyncio.sleep(0)
+    gate.set()
+    assert items == [(False, number, "0.333") for number in range(1, 5)]
+    assert await all_of(*others) == [True] * 8
+    assert await all_of(*(proxy.plain() for _ in range(8))) == [True] * 8
+
+
+async def test_a_local_call_that_is_refused() -> None:
+    """It is over: the next `anext` does not wait for an item."""
+
+    @batched(max_size=1, max_pending=1)
+    async def body(items: list[int]) -> AsyncIterator[list[int]]:
+        yield items
+        await asyncio.get_running_loop().create_future()
+
+    running, waiting, refused = body(1), body(2), body(3)
+    assert await anext(running) == 1
+    waits = asyncio.ensure_future(anext(waiting))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await anext(refused)
+    assert await all_of(take(refused)) == [[]]
+    waits.cancel()
+    await asyncio.wait([waits])
+    await waiting.aclose()
+    await running.aclose()
+    await asyncio.sleep(0)
+
+
+async def test_its_cleanup_is_cancelled_once() -> None:
+    """Whoever leaves later, and those that have ended before."""
+    cleanup: list[str] = []
+    ended = asyncio.Event()
+
+    @batched(max_size=2)
+    async def body(items: list[int]) -> AsyncIterator[list[Any]]:
+        try:
+            yield items
+            yield [StopAsyncIteration(), *items[1:]]
+            await asyncio.get_running_loop().create_future()
+        finally:
+            cleanup.append("begins")
+            await asyncio.sleep(0.01)
+            cleanup.append("ends")
+            ended.set()
+
+    one, other = body(1), body(2)
+    assert await all_of(take(one), take(other, 2)) == [[1], [2, 2]]
+    await other.aclose()
+    await asyncio.sleep(0)
+    await one.aclose()
+    await other.aclose()
+    async with asyncio.timeout(PATIENCE):
+        await ended.wait()
+    assert cleanup == ["begins", "ends"]
+
+
+async def test_large_items_of_a_slow_local_caller() -> None:
+    """They count by their bytes."""
+    made: list[int] = []
+
+    @batched(max_size=2)
+    async def body(items: list[int]) -> AsyncIterator[list[Tensor]]:
+        for number in range(10**6):
+            made.append(number)
+            yield [torch.zeros(1 << 20, dtype=torch.uint8) for _ in items]
+
+    slow, fast = body(1), body(2)
+    assert len(await all_of(anext(slow), anext(fast))) == 2
+    rest = asyncio.ensure_future(take(fast))
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert len(made) < 100  # 64 MiB, and those of the credit
+    rest.cancel()
+    await asyncio.wait([rest])
+    await slow.aclose()
+    await fast.aclose()
