@@ -28,6 +28,7 @@ from aiorpc_torch._carrier.tensor_sockets import TensorSockets
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._endpoint.runtime import OwnThread
 from aiorpc_torch._node.node import Node
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
@@ -357,6 +358,7 @@ class Outside:
                 replace(transport, name, self._invoke)
             replace(transport, "_queue_of", self._queue_of)
             replace(threads.DaemonThreadPool, "submit", self._submit)
+            replace(OwnThread, "_start", self._submit)
             replace(threads.ThreadCache, "__call__", self._run_cached)
             replace(threads, "threading", lambda _: self._threading())
             for name in ("register", "publish"):
