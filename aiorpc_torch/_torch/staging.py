@@ -24,8 +24,9 @@ STAGED_TENSORS = 16
 
 PATIENCE = 200e-6
 """Seconds that the host waits at most until the tensors of a message are computed, and then until
-they are copied. 256 KiB take 42 µs on a device of one process. If two processes share it, a copy of
-1 KiB takes some 100: with 60 µs most calls went by torch RPC, which takes 1 ms more. (H200)
+they are copied. 256 KiB take 42 µs on a device of one process. With 60 µs an echo of 1 KiB between
+two processes that share a device took 1.6 ms, by hand through the host 0.6 to 0.7. So most copies
+probably took longer than that there. This number was not measured. (H200; docs/cuda.md)
 """
 
 PAUSE = 2e-3
