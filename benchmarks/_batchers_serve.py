@@ -1,8 +1,8 @@
 """A Ray Serve deployment with `@serve.batch`, for `benchmarks.batchers`.
 
 In its strongest form here: Ray's throughput-optimized settings, asked by a `DeploymentHandle` and
-not over HTTP, with arrays, which Ray pickles faster than tensors. A batch waits for nobody: a wait
-of 2 ms brought many clients 5 to 10 % more answers, and a lone one less than half as many.
+not over HTTP, with arrays, which Ray pickles faster than tensors. A batch waits for nobody: a
+lone client would wait for the whole of it.
 """
 
 import asyncio

@@ -35,6 +35,15 @@ def process(main: Callable[..., None], *args: Any) -> Iterator[Connection]:
             os.killpg(child.pid, signal.SIGKILL)
 
 
+def take_figures(child: Connection, limit: float, system: Any) -> None:
+    """Add what a process sends within `limit` seconds to the figures of a system, or a failure."""
+    try:
+        reply = child.recv() if child.poll(limit) else f"no figures in {limit:.0f} s"
+    except EOFError:
+        reply = "its process died"
+    (system.failures if isinstance(reply, str) else system.figures).append(reply)
+
+
 def end_with_parent() -> None:
     """Lead a process group, which the parent can end and which ends with the parent."""
     os.setpgid(0, 0)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 
 from ._batchers_work import UNITS, Figures, take_turn
 from ._compare import lay_out, machine, parse, spread
-from ._peers_process import process
+from ._peers_process import process, take_figures
 from .peers import version
 
 LIMIT = 180.0
@@ -57,14 +57,7 @@ def all_systems() -> list[System]:
 def measure(system: System, clients: Sequence[int], seconds: float) -> None:
     """Measure a system once; what goes wrong is one of its failures."""
     with process(take_turn, system.module, clients, seconds) as child:
-        try:
-            reply = child.recv() if child.poll(LIMIT) else f"no figures in {LIMIT:.0f} s"
-        except EOFError:
-            reply = "its process died"
-    if isinstance(reply, str):
-        system.failures.append(reply)
-    else:
-        system.figures.append(reply)
+        take_figures(child, LIMIT, system)
 
 
 def show(systems: Sequence[System], clients: Sequence[int], repeat: int) -> None:

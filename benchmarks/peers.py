@@ -23,7 +23,7 @@ from . import starts
 from ._compare import lay_out, parse, processor, spread
 from ._peers_client import Figures, take_turn
 from ._peers_plot import ROWS, draw
-from ._peers_process import process
+from ._peers_process import process, take_figures
 from ._peers_work import QUICK, Sizes, Workload, workloads
 from ._starts_work import ON
 
@@ -95,14 +95,7 @@ def many_workers(systems: Sequence[System], sizes: Sequence[int]) -> None:
 def measure(system: System, sizes: Sizes) -> None:
     with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as scratch:
         with process(take_turn, system.module, sizes, scratch) as client:
-            try:
-                reply = client.recv() if client.poll(LIMIT) else f"no figures in {LIMIT:.0f} s"
-            except EOFError:
-                reply = "its client died"
-    if isinstance(reply, str):
-        system.failures.append(reply)
-    else:
-        system.figures.append(reply)
+            take_figures(client, LIMIT, system)
 
 
 def show(systems: Sequence[System], rows: Sequence[Workload], repeat: int) -> None:

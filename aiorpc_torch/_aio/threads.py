@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from .fork import run_in_method
+from .loops import call_soon
 
 T = TypeVar("T")
 
@@ -186,8 +187,7 @@ async def run_in_thread(
         except BaseException as exc:
             outcomes.append((None, exc))
         del function
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(complete)
+        call_soon(loop, complete)
 
     if start is not None:
         start(work)

@@ -5,6 +5,7 @@ The scheduler decides when a batch starts; `results` splits the result per calle
 """
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import time
@@ -24,14 +25,13 @@ from .._endpoint.entry_points import serving
 from .._turns.turns import turns_of
 from .._wire.ancestry import (
     BATCH,
-    HERE,
     BatchId,
     BatchScope,
     ancestor_batches,
-    batch_numbers,
     current_scopes,
     enter_scopes,
     entered_scopes,
+    new_batch,
     note_call,
 )
 from .._wire.columns import SharedValue
@@ -89,8 +89,8 @@ class QueuedCall:
     on_result: ResultCallback
     arrival: float
     caller: str
-    receiver: Receiver | None
-    """Receives the items, if the function is a generator."""
+    receiver: Any
+    """Receives the items, as `streams.Receiver`, if the function is a generator; else None."""
     scopes: frozenset[BatchScope]
     recording: ContextRecord | None
     context: contextvars.Context | None
@@ -174,7 +174,7 @@ class BatchQueue:
         _queues.set(self, None)
 
     def __len__(self) -> int:
-        return len(self._scheduler.waiting)
+        return len(self._scheduler)
 
     def submit(self, instance: Any, args: CallArgs, caller: str) -> QueuedFuture:
         """Enqueue a local call; return the future of its result."""
@@ -346,7 +346,7 @@ class BatchQueue:
 
     def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
         recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
-        self._running[batch] = running = RunningBatch(task, recording, (HERE, next(batch_numbers)))
+        self._running[batch] = running = RunningBatch(task, recording, new_batch())
         if recording is not None:  # the calls are recorded even if members are cancelled
             recording.hold(running, self._function.name)
 
@@ -411,30 +411,24 @@ class BatchQueue:
     def _run_function(
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
     ) -> Coroutine[Any, Any, Sequence[Any]]:
-        if self._has_limit:
-            return self._run_in_turn(batch, args)
-        if self._function.is_generator:
-            return self._iterate(batch, args)
-        return self._function.run(batch.items[0].instance, args)
+        instance, function = batch.items[0].instance, self._function
+        run: Coroutine[Any, Any, Sequence[Any]]
+        if function.is_generator:
+            stream = StreamedBatch(batch.items, can_interrupt=function.is_async)
+            run = stream.run(function.iterate(instance, args))
+        else:
+            run = function.run(instance, args)
+        return self._run_in_turn(batch, run) if self._has_limit else run
 
     async def _run_in_turn(
-        self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
+        self, batch: Batch[QueuedCall], run: Coroutine[Any, Any, Sequence[Any]]
     ) -> Sequence[Any]:
-        """Call the function of an exclusive instance."""
-        instance = batch.items[0].instance
-        async with turns_of(instance).hold(self._function.name):
-            if _have_all_left((batch,)):
-                raise asyncio.CancelledError  # every caller has left while the batch waited
-            if self._function.is_generator:
-                return await self._iterate(batch, args)
-            return await self._function.run(instance, args)
-
-    def _iterate(
-        self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
-    ) -> Coroutine[Any, Any, Sequence[Any]]:
-        """Send the items of the generator to the callers."""
-        steps = self._function.iterate(batch.items[0].instance, args)
-        return StreamedBatch(batch.items, can_interrupt=self._function.is_async).run(steps)
+        """Await `run` in the turn of an exclusive instance."""
+        with contextlib.closing(run):  # it may not have begun
+            async with turns_of(batch.items[0].instance).hold(self._function.name):
+                if _have_all_left((batch,)):
+                    raise asyncio.CancelledError  # every caller has left while the batch waited
+                return await run
 
     def _finish_batch(
         self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]

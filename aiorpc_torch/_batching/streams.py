@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.wakeup import Wakeup
 from .._handles.mistakes import OnlyIterated
@@ -16,6 +16,9 @@ from .._torch.tree import tensors_in
 from .._wire.columns import SharedValue
 from .._wire.connection_state import INITIAL_CREDIT, credit_cost
 from .results import ENDED
+
+if TYPE_CHECKING:
+    from .queue import QueuedCall
 
 MAX_BEHIND = 1024  # credit that a caller may owe while others go on, 64 MiB at most
 
@@ -36,22 +39,6 @@ class Receiver(Protocol):
         ...
 
 
-class Member(Protocol):
-    """A caller's call in a batch of a generator."""
-
-    receiver: Any
-
-    @property
-    def has_left(self) -> bool:
-        """Return whether the caller needs no more."""
-        ...
-
-    on_leave: Callable[[], object] | None
-
-    def resolve(self, result: Any) -> None:
-        """End the caller's iteration: with an exception, if the result is one."""
-
-
 class StreamedBatch:
     """The iteration of a batch of a generator, in the task that is running.
 
@@ -60,7 +47,7 @@ class StreamedBatch:
         can_interrupt: whether a step can be cancelled.
     """
 
-    def __init__(self, members: Sequence[Member], *, can_interrupt: bool) -> None:
+    def __init__(self, members: "Sequence[QueuedCall]", *, can_interrupt: bool) -> None:
         self._members = members
         self._task = asyncio.current_task() if can_interrupt else None
         self._is_stepping = False
@@ -88,7 +75,7 @@ class StreamedBatch:
         finally:
             self._is_stepping = False
 
-    def _remaining(self) -> list[Member]:
+    def _remaining(self) -> "list[QueuedCall]":
         return [each for each in self._members if not each.has_left]
 
     async def _wait_for_credit(self) -> None:
@@ -114,7 +101,7 @@ class StreamedBatch:
         self._wake()
 
 
-async def _deliver(member: Member, entry: Any) -> None:
+async def _deliver(member: "QueuedCall", entry: Any) -> None:
     if member.has_left:
         return
     if entry is ENDED or isinstance(entry, BaseException):

@@ -4,14 +4,13 @@ The encoded method of an RRef is remembered, since a caller mostly repeats it.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
 
 from .._context.recording import current_record
 from .._torch import rrefs
 from .._torch.compat import current_context_id
+from .._torch.devices import NO_DEVICES, DeviceMapping
 from .._torch.rrefs import RRefId
 from .._wire.ancestry import awaited, entered_scopes, to_wire
 from .._wire.columns import PACKED
@@ -35,11 +34,6 @@ MAX_METHODS = 256  # that an encoder remembers
 PICKLED = (PACKED,)
 """Kinds of arguments that are pickled together."""
 
-DeviceMapping = Mapping[torch.device, torch.device]
-"""From devices of this worker to those of a peer."""
-
-_NONE: DeviceMapping = {}
-
 
 class _Method(NamedTuple):
     """A method of an RRef that lives while `rref` returns it."""
@@ -56,7 +50,7 @@ class CallEncoder:
         devices: those that tensors for the peer may be on, beside the CPU, and the peer's for each.
     """
 
-    def __init__(self, caller: str, peer: str, devices: DeviceMapping = _NONE) -> None:
+    def __init__(self, caller: str, peer: str, devices: DeviceMapping = NO_DEVICES) -> None:
         self._caller = caller
         self._peer = peer
         self._devices = devices

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from sys import modules
-from types import MappingProxyType
 from typing import Any
 
 from .._aio.deadlines import in_seconds
@@ -30,6 +29,7 @@ from .._context.recording import RecordedCall, record_for_call
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, State
 from .._torch.compat import WorkerInfo
+from .._torch.devices import NO_DEVICES, DeviceMapping
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.switches import warn_of_autocast
 from .._wire.columns import STREAM_END
@@ -55,7 +55,7 @@ from ..errors import (
     WorkerUnreachable,
 )
 from .answers import error_of_close
-from .call_encoder import PICKLED, CallEncoder, DeviceMapping
+from .call_encoder import PICKLED, CallEncoder
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
 from .sender import CallSender
@@ -91,7 +91,7 @@ class Connection(Channel):
         peer: Peer,
         connection_number: int,
         observer: PeerObserver,
-        devices: DeviceMapping = MappingProxyType({}),
+        devices: DeviceMapping = NO_DEVICES,
     ) -> None:
         super().__init__()
         self.peer: WorkerInfo = peer.member.info

@@ -15,11 +15,10 @@ from .._endpoint import entry_points
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers, reason_of
 from .._torch.compat import RRefBase, WorkerInfo
-from .._torch.devices import DeviceRoutes
+from .._torch.devices import NO_DEVICES, DeviceMapping, DeviceRoutes
 from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
-from .call_encoder import DeviceMapping
 from .connection import Connection
 from .introduction import Introductions
 
@@ -117,7 +116,7 @@ class ConnectionPool:
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
         me, peer = self._members.me, self._find(worker)
-        devices = self._devices.get(worker, {})
+        devices = self._devices.get(worker, NO_DEVICES)
         for each in _all(by_peer):
             if each.is_over:
                 by_peer[each.peer.name].remove(each)

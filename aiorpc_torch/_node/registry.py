@@ -92,7 +92,7 @@ class Registry:
         if not listeners:  # peers learn it with the next change
             del self._listeners[name]
             self._states.pop(name, None)
-            for task in [*self._asking.pop(name)]:
+            for task in self._asking.pop(name):
                 task.cancel()
 
     def living(self, name: str) -> list[RRef[Any]]:

@@ -27,7 +27,7 @@ from .._port.port import Port
 from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
-from .._torch.devices import DeviceRoutes
+from .._torch.devices import NO_DEVICES, DeviceRoutes
 from .._wire.exceptions import FailedWorker, LeavingWorker, RemoteFailure
 from .._wire.handshake import Party, dump_introduction
 from .._wire.messages import (
@@ -114,7 +114,7 @@ class Server:
 
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
-        mapped = self._routes.answers.get(caller.name, {})
+        mapped = self._routes.answers.get(caller.name, NO_DEVICES)
         # Another process may have taken its place since it was introduced: it is refused then.
         peer = self._members.get(caller.name, caller.worker_id) or _past(caller)
         session = Session(self, peer, connection, self._executor.call_on_loop, mapped)

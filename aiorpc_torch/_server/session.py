@@ -9,13 +9,11 @@ import contextlib
 import functools
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from time import monotonic
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from .._carrier.choice import Carriers
@@ -110,7 +108,7 @@ class Session(Channel):
         peer: Peer,
         connection: int,
         call_on_loop: Callable[[Callable[[], None]], None],
-        mapped: Mapping[torch.device, torch.device] = MappingProxyType({}),
+        mapped: devices.DeviceMapping = devices.NO_DEVICES,
     ) -> None:
         super().__init__()
         self.caller = peer.name

@@ -14,6 +14,11 @@ from torch import Tensor
 DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap] | Literal["auto"]
 
+DeviceMapping = Mapping[torch.device, torch.device]
+"""From devices of this worker to those of a peer, which tensors for it may be on beside the CPU."""
+
+NO_DEVICES: DeviceMapping = {}
+
 NamedDeviceMaps = dict[str, dict[str, str]]
 """For each peer, from names of own devices to names of the peer's."""
 

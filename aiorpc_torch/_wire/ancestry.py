@@ -18,7 +18,7 @@ HERE = ""
 
 NO_BATCHES: frozenset[BatchId] = frozenset()
 
-batch_numbers = itertools.count()
+_numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ marks as ancestors."""
 
 def new_batch() -> BatchId:
     """Return the id of a new batch of this process."""
-    return HERE, next(batch_numbers)
+    return HERE, next(_numbers)
 
 
 def current_scopes() -> frozenset[BatchScope]:

@@ -5,7 +5,7 @@ So the message has no tensors on devices, and goes wherever one with tensors on 
 (tests/unit/wire/test_staged.py)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch.cuda import note_delivered
+from .._torch.devices import DeviceMapping
 from .._torch.staging import copies_on_host, on_device
 from .buffers import NOTHING, memory_of
 from .exceptions import RemoteFailure
@@ -30,7 +31,7 @@ class OnDevice(NamedTuple):
     tensors: list[Tensor]
 
 
-def stage(packed: PickledValue, mapped: Mapping[torch.device, torch.device]) -> PickledValue:
+def stage(packed: PickledValue, mapped: DeviceMapping) -> PickledValue:
     """Return the value with its tensors on devices as bytes.
 
     It is `packed` itself if it has to travel by torch RPC: its tensors are not small, not all on
@@ -52,7 +53,7 @@ class _Staged:
         self,
         packed: PickledValue,
         copies: Sequence[Tensor],
-        mapped: Mapping[torch.device, torch.device],
+        mapped: DeviceMapping,
     ) -> None:
         placed = [
             _placed(tensor, copy, mapped[tensor.device])

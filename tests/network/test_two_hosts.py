@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -228,6 +228,16 @@ async def check_lost(node: Node) -> None:
     await node.hears("lost")
 
 
+async def check_left(nodes: Sequence[Node]) -> None:
+    """Each leaves once it is told, and its program ends without an error."""
+    for node in nodes:
+        node.tell()
+    for node in nodes:
+        await node.hears("left")
+        code, errors = await node.end()
+        assert code == 0, errors
+
+
 async def check_resumed(node: Node, cut: float) -> None:
     """TCP tries again at intervals that grow as the cut lasts. Another connection works at once."""
     node.tell()
@@ -340,12 +350,7 @@ async def test_a_link_that_is_cut_for_long() -> None:
             await asyncio.sleep(LONG_CUT)  # what is measured
             way.loss = 0.0
             await check_resumed(nodes[0], time.monotonic() - cut_at)
-            for node in nodes:
-                node.tell()
-            for node in nodes:
-                await node.hears("left")
-                code, errors = await node.end()
-                assert code == 0, errors
+            await check_left(nodes)
 
 
 LONG_CUT = 4 * SLACK
@@ -409,12 +414,7 @@ async def test_a_router_forgets_all_connections(port: int | None) -> None:
                     assert tries[-1].startswith(("0", "1", "tensor")), tries
                     assert seconds < PATH_HEARTBEAT + 1 + SLACK
             way.drops = lambda _: False
-            for node in nodes:
-                node.tell()
-            for node in nodes:
-                await node.hears("left")
-                code, errors = await node.end()
-                assert code == 0, errors
+            await check_left(nodes)
 
 
 @pytest.mark.promise("worlds.path")
