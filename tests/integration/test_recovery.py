@@ -141,8 +141,8 @@ async def beginning_anew() -> int:
     log.addHandler(handler)
     try:
         weights = Weights({"x": torch.zeros(3)})
-        assert await weights.newest(5) == 0
-        assert await weights.newest(6) == 0
+        assert await weights.kept(5) == (0, 0)
+        assert await weights.kept(6) == (0, 0)
     finally:
         log.removeHandler(handler)
     return len([each for each in caught if "await recover(name)" in each])
