@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import functools
 import io
+import math
 import mmap
 import pickle
 import secrets
@@ -67,7 +68,7 @@ class Place(NamedTuple):
     @property
     def size(self) -> int:
         """Return the number of bytes."""
-        return whole(self.shape).size * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, blocks: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor in its block."""
@@ -299,34 +300,34 @@ class _Taking(pickle.Pickler):
             return self._add_parts(value)
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
-        if is_dtensor(value):
+        if has_parts(value):
+            if not is_dtensor(value):
+                return None
             with torch.no_grad():
                 return self._add_tensor(local(value), slice_of(value))
-        if value.is_quantized or value.is_meta or value.is_nested or has_parts(value):
+        if value.is_quantized or value.is_meta or value.is_nested:
             return None
         return self._add_tensor(value, None)
 
     def _add_tensor(self, tensor: Tensor, part: Slice | None) -> int:
         # Parameters that share their memory share it in the snapshot.
         key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), part
-        if (index := self._indices.get(key)) is None:
-            index = self._indices[key] = self._add(place_of(tensor, part), tensor.detach())
-        return index
+        if key not in self._indices:
+            self._indices[key] = index = len(self._places)
+            self._places.append(place_of(tensor, part))
+            self._copied[index] = tensor.detach()
+        return self._indices[key]
 
     def _add_parts(self, parts: Parts) -> int:
         """Add parts of other snapshots: one that is all that is needed stays where it is."""
-        first = parts.parts[0]
-        for each in parts.parts:
-            if each.slice.box == parts.box:
-                return self._add(each.place, None)
-        like = torch.empty(parts.box.shape, dtype=first.tensor.dtype, device="meta")
-        return self._add(place_of(like, Slice(parts.box, first.slice.shape)), parts)
-
-    def _add(self, place: Place, copied: "Tensor | Parts | None") -> int:
-        index = len(self._places)
-        self._places.append(place)
-        if copied is not None:
-            self._copied[index] = copied
+        first, index = parts.parts[0], len(self._places)
+        exact = [each.place for each in parts.parts if each.slice.box == parts.box]
+        if exact:
+            self._places.append(exact[0])
+        else:
+            like = torch.empty(parts.box.shape, dtype=first.tensor.dtype, device="meta")
+            self._places.append(place_of(like, Slice(parts.box, first.slice.shape)))
+            self._copied[index] = parts
         return index
 
     def take(self) -> Snapshot:
