@@ -28,6 +28,8 @@ from .weights import Weights
 REPLACEMENT_TIMEOUT = 60.0
 """Seconds after a publisher's loss in which waits go on: its replacement process may register."""
 
+PAUSE = 0.05  # seconds before another try with a publisher that has gone
+
 RELAY_TIMEOUT = 5.0
 """Seconds for a relay to be there; then another is named."""
 
@@ -160,7 +162,7 @@ class Receiver:
                 except CallTimeout as late:  # of the search for another relay
                     await self._find_again(late)
                 except WorkerGone as lost:
-                    if not lost.may_return:
+                    if not self._may_come_again(lost):
                         raise
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
@@ -204,8 +206,9 @@ class Receiver:
             try:
                 relay, name = await self._find_source(publisher, me, lost)
             except WorkerGone as exc:  # once more; `lookup` raises if none will come
-                if not exc.may_return:
+                if not self._may_come_again(exc):
                     raise
+                await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
                 continue
             if relay == me:
                 start_relay(name, publisher)
@@ -221,6 +224,10 @@ class Receiver:
             else:
                 self._publisher, self._source, self._relay = publisher, source, relay
                 return publisher
+
+    def _may_come_again(self, gone: WorkerGone) -> bool:
+        """Return whether a publisher of that name may come, after the last one has gone."""
+        return gone.may_return or self._on is None  # any other worker may register one
 
     async def _find_source(
         self, publisher: RRef[Weights], me: str, lost: str | None

@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import NotInWorld, RRef, register, remote, unregister
 from .._aio.host import this_host
-from .waiting import Changes
+from .waiting import Changes, ends_at_leave
 
 Version = tuple[int, bytes, Any]
 """A version on its way: its number, and the two parts of its `Snapshot`."""
@@ -64,6 +64,7 @@ class Relay:
         self._changes = Changes()
         self._transfers: dict[int, asyncio.Task[None]] = {}  # by the version that followers have
 
+    @ends_at_leave
     async def after(self, seen: int) -> Version:
         """Wait until a version is newer than `seen`; return the newest that is here."""
         if self._newest[0] <= seen and seen not in self._transfers:

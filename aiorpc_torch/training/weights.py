@@ -12,7 +12,7 @@ from .relays import Hosts, Version
 from .shapes import check_shapes, shapes
 from .snapshots import Snapshot, snapshot, snapshot_in_thread
 from .versions import Versions
-from .waiting import Changes, Line
+from .waiting import Changes, Line, ends_at_leave
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -110,6 +110,7 @@ class Weights:
         self._see(seen)
         return self.version
 
+    @ends_at_leave
     async def after(self, seen: int) -> Version:
         """Wait until a version is newer than `seen`; return the newest, for a follower."""
         self._see(seen)
