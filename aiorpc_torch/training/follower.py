@@ -31,7 +31,7 @@ async def follow(
     It waits until the name is registered, within the deadline of `aiorpc.timeout`. Later versions
     are received as they are published, and enter `into` in `update`, `wait` and `async for`. If the
     publisher is lost, the follower keeps its version, and goes on with the publisher's replacement
-    process.
+    process. Without `on`, it goes on with any next publisher, also after the last one has left.
 
     Args:
         name: name given to `register`.
@@ -132,7 +132,8 @@ class Follower:
             CallTimeout: if the deadline passes.
             WorkerLost: if the publisher is lost, and no replacement process has come within 60 s,
                 or will come.
-            WorkerLeft: if the publisher's worker has left the world.
+            WorkerLeft: if the publisher's worker has left the world: worker `on` at once, any other
+                if no publisher has come within 60 s.
             NotInWorld: if this worker has.
             RuntimeError: inside of `hold()`, or after `aclose`.
             ValueError: if `version` is no number of a version.

@@ -14,7 +14,7 @@ from .. import CallTimeout, NotInWorld, RpcError, WorkerGone
 from .joining import merge
 from .shards import Box, assign
 from .snapshots import Memory, Snapshot, in_thread, snapshot_in_thread
-from .source import Source
+from .source import PAUSE, Source
 from .waiting import Changes
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class Receiver:
                 except CallTimeout as late:  # of the search for another relay
                     await self._find_again(late)
                 except WorkerGone as lost:
-                    if not lost.may_return:
+                    if not self._may_come_again(lost):
                         raise
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
@@ -210,14 +210,19 @@ class Receiver:
             try:
                 slices = await together(each.slices() for each in self._sources)
             except WorkerGone as lost:
-                if not lost.may_return:
+                if not self._may_come_again(lost):
                     raise
+                await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
             else:
                 workers = [each.worker for each in self._sources]
                 wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
                 for each in self._sources:
                     each.wanted = wanted[each.worker]
                 return
+
+    def _may_come_again(self, gone: WorkerGone) -> bool:
+        """Return whether a publisher may come after the last one has gone."""
+        return gone.may_return or self._on is None  # any other worker may register one
 
     async def _receive_next(self, seen: int) -> None:
         """Receive a version newer than `seen`."""

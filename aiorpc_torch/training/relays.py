@@ -19,6 +19,7 @@ from .. import NotInWorld, RRef, register, remote, unregister
 from .._aio.host import this_host
 from .shards import Wanted, has_all, union
 from .snapshots import Snapshot
+from .waiting import ends_at_leave
 
 Version = tuple[int, bytes, dict[str, Tensor]]
 """A version on its way: its number, the head of its `Snapshot`, and the blocks that are sent."""
@@ -73,6 +74,7 @@ class Relay:
         self._wanted: Wanted | None = None  # by all followers; None before the first
         self._transfers: dict[Any, asyncio.Task[None]] = {}
 
+    @ends_at_leave
     async def after(self, seen: int, has: Collection[str], wanted: Wanted) -> Version:
         """Wait until a version is newer than `seen`; return the newest that is here."""
         return await self._answer("after", seen, has, wanted)

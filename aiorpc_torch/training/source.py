@@ -1,5 +1,6 @@
 """One publisher of versions, as a follower knows it: its object, and the relay of this host."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ from .relays import own_host, start_relay
 from .shards import Slice, Wanted
 from .snapshots import Snapshot
 from .weights import NOTHING, Weights
+
+PAUSE = 0.05
+"""Seconds before another try with a publisher that has gone."""
 
 RELAY_TIMEOUT = 5.0
 """Seconds for a relay to be there; then another is named."""
@@ -56,8 +60,9 @@ class Source:
             try:
                 relay, name = await self._ask_for_relay(publisher, me, lost)
             except WorkerGone as exc:  # once more; `lookup` raises if none will come
-                if not exc.may_return:
+                if not exc.may_return and self._on is not None:
                     raise
+                await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
                 continue
             if relay == me:
                 start_relay(name, publisher)

@@ -22,7 +22,7 @@ from .snapshots import (
     snapshot_in_thread,
 )
 from .versions import Versions
-from .waiting import Changes, Line
+from .waiting import Changes, Line, ends_at_leave
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -123,6 +123,7 @@ class Weights:
         relay = self._hosts.relay_for(host, worker, lost)
         return relay, f"relay {self._token}"
 
+    @ends_at_leave
     async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:
         """Wait for version `least`; return the numbers of the oldest and the newest that is kept.
 
