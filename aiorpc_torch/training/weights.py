@@ -139,6 +139,7 @@ class Weights:
         """Return what is here of each tensor, by its name in the tree."""
         return self._versions.get(self.version).slices()
 
+    @ends_at_leave
     async def after(
         self, seen: int, has: Collection[str] = (), wanted: Wanted = NOTHING
     ) -> Version:
