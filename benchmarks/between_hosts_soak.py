@@ -300,9 +300,8 @@ class Run:
             found = [each + fault.lasts * fault.stays for each in world.ask("wait")]
         self._take(fault.name, world.ask("begin losses"))
         self.seconds.setdefault(fault.name, []).append(found)
-        due = (LOST if fault.stays else HEALED) * max(
-            1.0, os.getloadavg()[0] / (os.cpu_count() or 1)
-        )
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        due = (LOST if fault.stays else HEALED) * max(1.0, load)
         at = time.monotonic() - self._start
         line = f"{fault.name}: {found[0]:.2f} s, {found[1]:.2f} s, due {due:.1f} s"
         print(f"{at:6.1f} s  {line}", flush=True)
