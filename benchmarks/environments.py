@@ -34,7 +34,7 @@ from ._compare import lay_out, parse
 
 ENVIRONMENTS = 64
 STEPS = [0, 100, 1_000, 10_000]  # microseconds
-SECONDS = 4.0  # of each measurement
+SECONDS = 2.0  # of each measurement
 
 
 class Busy(gymnasium.Env[Any, Any]):
