@@ -134,9 +134,13 @@ class Weights:
         await self._changes.until(lambda: self.version >= least, "the wait for a version")
         return self._versions.oldest, self.version
 
-    async def slices(self) -> dict[str, Slice]:
-        """Return what is here of each tensor, by its name in the tree."""
-        return self._versions.get(self.version).slices()
+    async def slices(self, number: int) -> dict[str, Slice]:
+        """Return what is here of each tensor of a version, by its name in the tree.
+
+        Raises:
+            LookupError: if it is not kept.
+        """
+        return self._versions.get(number).slices()
 
     @ends_at_leave
     async def after(
