@@ -9,12 +9,13 @@ import contextvars
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
+from .._aio.items import ItemIterator, has_passed
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
@@ -28,11 +29,11 @@ from .._wire.targets import GENERATOR_HINT, Target, call_name
 from .._wire.wire_targets import EncodedTarget
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerGone, WorkerLost
 from .answers import exception_of, is_own
-from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
+from .call import ALREADY_AWAITED, USED, LazyCall
 from .connection import Connection
+from .pending import cancel, expire
 from .pool import connection_to, current
 from .retried import note_earlier_attempt
-from .stream_reader import cut_short
 from .supervised import Supervised, Waiter, late_wait
 from .supervised_calls import may_wait, target_on
 
@@ -133,7 +134,7 @@ class _Running:
         self._may_have_run: set[int] = set()  # those of which an earlier attempt may have
         self._context = contextvars.Context()  # of callbacks; they run no user code
         self._end: End | None = None  # of interceptors
-        self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
+        self._calls: dict[int, InlineFuture] = {}  # of members without an outcome
         self._waits: dict[int, Waiter] = {}  # of supervised members that are lost
         self._supervised: dict[int, tuple[RRef[Any], MemberArguments]] = {}  # RRefs that are called
         self._is_cancelled = False
@@ -208,8 +209,8 @@ class _Running:
         encoded: EncodedTarget,
         row: MemberArguments,
     ) -> None:
-        number, future = connection.call_prepared(target, encoded, row, self.bound)
-        self._calls[position] = connection, number
+        future = connection.call_prepared(target, encoded, row, self.bound)
+        self._calls[position] = future
         on_answer = functools.partial(self._on_answer, position)
         future.add_done_callback(on_answer, context=self._context)
 
@@ -303,8 +304,8 @@ class _Running:
         return due
 
     def _expire(self, seconds: float) -> None:
-        for position, (connection, number) in [*self._calls.items()]:
-            connection.expire(number, seconds, self.members[position][1])
+        for call in [*self._calls.values()]:
+            expire(call, seconds)
         waits, self._waits = self._waits, {}
         tries, self._tries = self._tries, {}
         for position, waiter in (*waits.items(), *tries.items()):
@@ -317,8 +318,8 @@ class _Running:
     def cancel(self) -> None:
         """Cancel the calls of members without an outcome."""
         self._is_cancelled = True
-        for connection, number in self._calls.values():
-            connection.cancel(number)
+        for call in self._calls.values():
+            cancel(call)
         self._calls.clear()
         for waiter in (*self._waits.values(), *self._tries.values()):
             waiter.cancel()
@@ -397,32 +398,23 @@ def _as_member_error(failure: BaseException, name: str) -> Exception:
     return error
 
 
-class GroupResults(AsyncIterator[tuple[M, R]]):
+class GroupResults(ItemIterator[tuple[M, R]]):
     """The members and their results, as they complete. An early end cancels the other calls."""
 
+    _KIND = "result of this call"
+
     def __init__(self, running: _Running) -> None:
+        super().__init__()
+        self._bound = running.bound
         self._loop = asyncio.get_running_loop()
         self._running = running
         self._wakeup = Wakeup()
         self._completed: deque[int] = deque()
         # The callback must not keep this iterator: its end without `aclose` cancels the calls.
         running.on_outcome = functools.partial(_add, self._completed, self._wakeup)
-        self._is_over = self._is_cut_short = False
 
     def __repr__(self) -> str:
         return f"<results of {self._running.name}, {self._running.left} to come>"
-
-    async def __anext__(self) -> tuple[M, R]:
-        if self._wakeup.is_awaited():  # as for an async generator
-            raise RuntimeError("another task waits for the next result of this call")
-        if self._is_cut_short:
-            raise cut_short(repr(self))
-        try:
-            return await self._next()
-        except BaseException as exc:
-            await self.aclose()
-            self._is_cut_short = not isinstance(exc, Exception)
-            raise
 
     async def _next(self) -> tuple[M, R]:
         running = self._running
@@ -430,19 +422,16 @@ class GroupResults(AsyncIterator[tuple[M, R]]):
             if self._is_over:
                 raise StopAsyncIteration
             if not running.left:
-                if running.failures and has_passed(running.bound):
-                    await asyncio.sleep(0)  # as in `GroupCall._run`: the scope reports it
                 running.raise_failures()
                 raise StopAsyncIteration
             await self._wakeup.wait()
         position = self._completed.popleft()
         return running.members[position][0], running.results[position]
 
-    async def aclose(self) -> None:
-        """Cancel the calls without a result. `break` does the same."""
-        self._is_over, self._is_cut_short = True, False
+    def _stop(self) -> None:
         self._completed.clear()
         self._running.cancel()
+        self._wakeup.set()
 
     def __del__(self) -> None:
         call_soon(self._loop, self._running.cancel)  # later: garbage may be collected anywhere

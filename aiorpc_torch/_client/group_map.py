@@ -24,6 +24,7 @@ from typing import Any, Concatenate, Generic, Literal, TypeGuard, TypeVar, overl
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier, in_seconds
+from .._aio.items import ItemIterator, has_passed
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
@@ -34,12 +35,10 @@ from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
 from ..errors import CallTimeout, RpcError, WorkerLeft, WorkerLost, WorkerUnreachable
 from .answers import exception_of
-from .call import has_passed
-from .connection import Connection
 from .group_call import late_call
 from .group_schedule import MapSchedule, Outcome
+from .pending import cancel, expire
 from .pool import connection_to, current
-from .stream_reader import cut_short
 from .supervised import Supervised, Waiter
 from .supervised_calls import may_wait
 
@@ -85,8 +84,10 @@ class MapOptions:
             raise ValueError(f"retries must be an int of at least 0, got {self.retries!r}")
 
 
-class MapResults(OnlyIterated, AsyncIterator[R]):
+class MapResults(OnlyIterated, ItemIterator[R]):
     """The results of a map. An early end cancels the running calls."""
+
+    _KIND = "result of this map"
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class MapResults(OnlyIterated, AsyncIterator[R]):
         options: MapOptions,
         follow: Follow | None = None,
     ) -> None:
+        super().__init__()
         _check(method, iterables)
         self._name = call_name(BoundTarget((0, 0), method))
         sources = [
@@ -105,34 +107,19 @@ class MapResults(OnlyIterated, AsyncIterator[R]):
             _MapRun, self._name, members, method, sources, options, follow
         )
         self._run: _MapRun | None = None  # from the first step on
-        self._is_over = self._is_cut_short = False
 
     def __repr__(self) -> str:
         return f"<map of {self._name}{', over' if self._is_over else ''}>"
 
-    async def __anext__(self) -> R:
-        if self._is_cut_short:
-            raise cut_short(repr(self))
-        if self._is_over:
-            raise StopAsyncIteration
+    def _next(self) -> Awaitable[R]:
         if self._run is None:
             if has_passed(deadline_in(None)):
                 raise late_call(self._name)
             self._run = self._make()
-        if self._run.results.is_awaited():  # as for an async generator
-            raise RuntimeError("another task waits for the next result of this map")
-        try:
-            return await self._run.next()  # type: ignore[no-any-return]
-        except BaseException as exc:
-            await self.aclose()
-            self._is_cut_short = not isinstance(exc, Exception)
-            if isinstance(exc, Exception) and has_passed(self._run.bound):
-                await asyncio.sleep(0)  # if a scope's deadline has passed, the scope reports it
-            raise
+            self._bound = self._run.bound
+        return self._run.next()
 
-    async def aclose(self) -> None:
-        """Cancel the running calls, and take no further items. `break` does the same."""
-        self._is_over, self._is_cut_short = True, False
+    def _stop(self) -> None:
         if self._run is not None:
             self._run.stop()
 
@@ -419,7 +406,7 @@ class _MapRun:
         self._pool = current()
         self._context, self._observed = self._begin()  # of the calls, and of interceptors
         self._items: dict[int, tuple[Any, ...]] = {}  # that are sent, or yielded with results
-        self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
+        self._calls: dict[int, InlineFuture] = {}
         self._waits: dict[int, Waiter] = {}  # for supervised members that are lost
         self._failure: Exception | None = None  # that has ended the map
         due = deadline_in(None)
@@ -467,8 +454,8 @@ class _MapRun:
         if self._timer is not None:
             self._timer.cancel()
         self._taking.cancel()
-        for connection, number, _ in self._calls.values():
-            connection.cancel(number)
+        for call in self._calls.values():
+            cancel(call)
         self._calls.clear()
         self._stop_waiting()
         end, self._observed = self._observed, None
@@ -546,7 +533,7 @@ class _MapRun:
             rref = self._live(self._members[member])
             target = BoundTarget(rref, self._method)
             connection = connection_to(rref)
-            call, future = connection.call(target, (self._items[index], {}), self.bound)
+            future = connection.call(target, (self._items[index], {}), self.bound)
         except WorkerLost as exc:  # nothing was sent
             self._expect(member)
             self._schedule.withdraw(index, member, exc)
@@ -558,7 +545,7 @@ class _MapRun:
             else:
                 self._end_item(index, member, Outcome(None, exc))
             return
-        self._calls[index] = connection, call, target
+        self._calls[index] = future
         on_answer = functools.partial(self._on_answer, index, member)
         future.add_done_callback(on_answer, context=self._context)
 
@@ -611,10 +598,10 @@ class _MapRun:
     # ── answers ─────────────────────────────────────────────────────────────────────────────────
 
     def _on_answer(self, index: int, member: int, future: InlineFuture) -> None:
-        if (call := self._calls.pop(index, None)) is None:  # the map has ended
+        if self._calls.pop(index, None) is None:  # the map has ended
             return
         answer = future.result()
-        failure = exception_of(answer, call[2])
+        failure = exception_of(answer, future.source)
         if type(answer) is CallAborted and self._is_leaving(failure):
             take_back = self._schedule.lose if answer.was_sent else self._schedule.withdraw
             take_back(index, member, failure)
@@ -625,7 +612,7 @@ class _MapRun:
         elif type(answer) is CallAborted and isinstance(failure, WorkerLost):
             supervised = self._members.get(member)
             if isinstance(supervised, Supervised):
-                may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
+                may_wait(supervised, failure, future.source.on)
             self._expect(member)
             self._schedule.lose(index, member, failure)
             self.results.set()
@@ -650,8 +637,8 @@ class _MapRun:
         """End the map with CallTimeout: at the items that run, and at those not taken."""
         text = f"the map of {self._name} timed out after {in_seconds(seconds)}"
         self._end(CallTimeout(text, method=self._name))
-        for connection, number, target in [*self._calls.values()]:
-            connection.expire(number, seconds, target)
+        for call in [*self._calls.values()]:
+            expire(call, seconds)
 
     def _end(self, failure: Exception) -> None:
         """Give up the items that no member has, and those not taken."""

@@ -5,12 +5,13 @@ The calls of groups do the same in `group_call` and `group_map`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Generator
+from collections.abc import Awaitable, Generator
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
+from .._aio.items import ItemIterator
 from .._torch.compat import RRefBase
 from .._wire.pickling import CallAborted
 from .._wire.targets import (
@@ -24,7 +25,6 @@ from .._wire.targets import (
 from ..errors import WorkerLost
 from .answers import raise_aborted
 from .call import ALREADY_AWAITED, USED, RemoteCall, RemoteStream
-from .stream_reader import cut_short
 from .supervised import Supervised, Waiter, is_own_loss, late_wait
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ async def wait_for(supervised: Supervised[T], target: Target, due: float | None)
     return found  # type: ignore[no-any-return]
 
 
-class SupervisedStream(AsyncIterator[Any]):
+class SupervisedStream(ItemIterator[Any]):
     """The items of a remote generator of a supervised object.
 
     Until the first item, it is begun again if it was not sent.
@@ -135,14 +135,14 @@ class SupervisedStream(AsyncIterator[Any]):
         due: float | None,
         enters: bool,
     ) -> None:
+        super().__init__()
         self._supervised = supervised
         self._target = target
         self._arguments = arguments
         self._due = due
         self._enters = enters
         self._stream: RemoteStream | None = None
-        self._is_begun = False  # from the first item or the end on
-        self._waits = self._is_cut_short = False
+        self._is_begun = False  # from the first item on
         if (rref := supervised._start()) is not None:
             self._try_to_open(rref)
 
@@ -163,42 +163,29 @@ class SupervisedStream(AsyncIterator[Any]):
         self._target = target
         return True
 
-    def __anext__(self) -> Awaitable[Any]:
+    def _next(self) -> Awaitable[Any]:
         if self._stream is not None and self._is_begun:
-            return self._stream.__anext__()
-        return self._first()
-
-    async def _first(self) -> Any:
-        if self._is_cut_short:
-            raise cut_short(repr(self))
-        if self._is_begun:  # closed before it was sent
-            raise StopAsyncIteration
-        if self._waits:  # as for an async generator
-            raise RuntimeError("another task waits for the next item of this stream")
-        self._waits = True
-        try:
-            return await self._retried()
-        except BaseException as exc:
-            self._is_cut_short = not isinstance(exc, Exception)
-            raise
-        finally:
-            self._waits, self._is_begun = False, True
+            return self._stream._next()
+        return self._retried()
 
     async def _retried(self) -> Any:
         tried: RRefBase[Any] | None = None
         while True:
             while self._stream is None:
                 rref = await wait_for(self._supervised, self._target, self._due)
-                if self._is_begun:  # closed by another task
+                if self._is_over:  # closed by another task
                     raise StopAsyncIteration
                 self._try_to_open(rref)
             try:
-                return await self._stream.__anext__()
+                item = await self._stream._next()
             except WorkerLost as exc:
                 called: Any = self._target.on
                 if not may_wait(self._supervised, exc, called) or called is tried:
                     raise
                 tried, self._stream = called, None
+            else:
+                self._is_begun = True
+                return item
 
     def _has_item(self) -> bool:
         return self._is_begun and self._stream is not None and self._stream._has_item()
@@ -208,8 +195,6 @@ class SupervisedStream(AsyncIterator[Any]):
         if self._stream is not None:
             self._stream.raise_failure()
 
-    async def aclose(self) -> None:
-        """Close the remote generator: its `finally` runs. `break` does the same."""
-        self._is_begun, self._is_cut_short = True, False
+    def _stop(self) -> None:
         if self._stream is not None:
-            await self._stream.aclose()
+            self._stream._stop()
