@@ -34,13 +34,12 @@ from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
 from ..errors import CallTimeout, RpcError, WorkerLeft, WorkerLost, WorkerUnreachable
-from .answers import exception_of
+from .answers import exception_of, is_own
 from .group_call import late_call
 from .group_schedule import MapSchedule, Outcome
 from .pending import cancel, expire
 from .pool import connection_to, current
 from .supervised import Supervised, Waiter
-from .supervised_calls import may_wait
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -611,8 +610,8 @@ class _MapRun:
             self.results.set()
         elif type(answer) is CallAborted and isinstance(failure, WorkerLost):
             supervised = self._members.get(member)
-            if isinstance(supervised, Supervised):
-                may_wait(supervised, failure, future.source.on)
+            if isinstance(supervised, Supervised) and is_own(failure):
+                supervised._lose(future.source.on)
             self._expect(member)
             self._schedule.lose(index, member, failure)
             self.results.set()

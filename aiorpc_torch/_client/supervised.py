@@ -1,7 +1,7 @@
 """Supervised objects: made again, from the same arguments, when their process is replaced.
 
 `Supervision` decides. `Supervised` acts: a task waits for the process and makes the object, and a
-future stands for each waiting call. Calls: `supervised_calls`, groups: `group_call`, `group_map`.
+future stands for each waiting call. Calls: `routes`, `group_call`, `group_map`.
 """
 
 import asyncio
@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import in_seconds
 from .._aio.loops import run_on_loop
 from .._handles.mistakes import refuse_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
-from .._wire.targets import Target, call_name, function_name
+from .._wire.targets import function_name
 from ..errors import (
-    CallTimeout,
     NotInWorld,
     WorkerGone,
     WorkerLeft,
     WorkerLost,
 )
-from .answers import is_interrupted, is_own
+from .answers import is_interrupted
 from .call import create_object
 from .pool import ConnectionPool, current
 from .supervision import Supervision
@@ -261,21 +259,3 @@ def _resolve(waiters: list[Waiter], outcome: Any) -> None:
 def _set_result(waiter: Waiter, outcome: Any) -> None:
     if not waiter.done():
         waiter.set_result(outcome)
-
-
-def is_own_loss(exc: BaseException | None) -> bool:
-    """Return whether the call's own worker was lost, and not one that its method has called."""
-    return isinstance(exc, WorkerLost) and is_own(exc)
-
-
-def late_wait(
-    target: Target, worker: str, seconds: float, *, was_sent: bool = False
-) -> CallAborted:
-    """Return the outcome of a call whose deadline passed while its worker was awaited."""
-    method = call_name(target)
-    text = (
-        f"{method} on worker {worker!r} timed out after {in_seconds(max(seconds, 0.0))}, while its "
-        f"worker was awaited; it {'may have run' if was_sent else 'was not sent'}"
-    )
-    error = CallTimeout(text, worker=worker, method=method, may_have_run=was_sent)
-    return CallAborted(error, was_sent=was_sent)
