@@ -465,8 +465,8 @@ class _MapRun(MemberCalls):
         owner = owner_name(member if rref is None else rref)
         if rref is not None and self._pool.load(owner) is not None:
             return rref
-        if isinstance(member, Supervised):
-            member._lose(member.rref)
+        if isinstance(member, Supervised) and rref is not None:  # else it knows that calls wait
+            member._lose(rref)
         worker = self._pool.worker_of(owner)
         if self._pool.has_left(worker):
             raise WorkerLeft(worker, may_have_run=False)

@@ -111,10 +111,9 @@ class Route:
                 if worker:
                     await current().wait_until_probed(worker)
                     self._suspect = ""
-                    place = self.choose()
+                if self._waiter is None and (place := self.choose()) is None:
+                    self.wait()
                 if place is None:
-                    if self._waiter is None:
-                        self.wait()
                     found = await self._waiter  # type: ignore[misc]
         except TimeoutError:
             pass
