@@ -68,6 +68,12 @@ class LazyCall(Coroutine[Any, Any, R]):
         self._steps = steps = self._run()
         return steps
 
+    def _use(self) -> None:
+        """Note that the call is iterated. Raise RuntimeError if it was used already."""
+        if self._steps is not None:
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
+
     def _what(self) -> str:
         """Return what is called, for texts."""
         raise NotImplementedError
@@ -176,9 +182,7 @@ class RemoteCall(LazyCall[Any]):
         return self._iterate(enters=False)
 
     def _iterate(self, *, enters: bool) -> "RemoteStream":
-        if self._steps is not None:
-            raise RuntimeError(ALREADY_AWAITED)
-        self._steps = USED
+        self._use()
         try:
             connection = connection_to(self._worker)
         except WorkerGone as exc:

@@ -39,6 +39,7 @@ from .._wire.frames import (
     RESULTS,
     RETIRE,
     frame,
+    header,
 )
 from .._wire.handshake import ARGUMENTS, Party, number_for
 from .._wire.messages import Arguments, EncodedCall, decode_reply
@@ -190,7 +191,7 @@ class Connection(Channel):
                 self._lone_calls += 1
                 self._lone_bytes += len(data)
                 self._state.window.sent(number, len(data))
-                self.write(frame(CALLS, data))
+                self.write(header(len(data), CALLS) + data)  # as `frame`, of small data
                 return future
         self._submit(self.encoder.call(number, target, False, args, due), future, target)
         return future

@@ -27,7 +27,7 @@ from .._wire.targets import GENERATOR_HINT, Target, call_name
 from .._wire.wire_targets import EncodedTarget
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerGone
 from .answers import exception_of
-from .call import ALREADY_AWAITED, USED, LazyCall
+from .call import USED, LazyCall
 from .connection import Connection
 from .pending import cancel, expire
 from .pool import connection_to, current
@@ -101,9 +101,7 @@ class GroupCall(LazyCall[list[R]], Generic[M, R]):
         return running.results
 
     def __aiter__(self) -> "GroupResults[M, R]":
-        if self._steps is not None:
-            raise RuntimeError(ALREADY_AWAITED)
-        self._steps = USED
+        self._use()
         return GroupResults(self._start())
 
 
@@ -136,7 +134,8 @@ class MemberCalls:
         self._pool = current()  # also without members: a loop of such calls ends with the world
         self._due = deadline_in(timeout)
         if has_passed(self._due):
-            raise late_call(name)
+            text = f"{name} of a group timed out before the calls; they were not sent"
+            raise CallTimeout(text, method=name, may_have_run=False)
         self.bound = earlier(self._due, anyio_scope_deadline())
         self._timer: asyncio.TimerHandle | None = None
         self._calls: dict[int, InlineFuture] = {}
@@ -206,7 +205,7 @@ class _Running(MemberCalls):
         self.left = len(members)
         self.results: list[Any] = [None] * self.left
         self.failures: dict[int, Exception] = {}
-        self.on_outcome: Callable[[_Running, int], None] = _ignore
+        self.on_outcome: Callable[[_Running, int], None]  # set after the start, before the first
 
     def _named(self, member: Any, target: Target) -> Member:
         """Return a member, a worker by its name."""
@@ -319,10 +318,6 @@ class _Running(MemberCalls):
             raise GroupError(text, exceptions, self.results)
 
 
-def _ignore(*_: object) -> None:
-    """Ignore an outcome."""
-
-
 def _as_member_error(failure: BaseException, name: str) -> Exception:
     """Return the exception for a GroupError, which holds no BaseException."""
     if not isinstance(failure, Exception):
@@ -382,9 +377,3 @@ def _add(completed: deque[int], wakeup: Wakeup, running: _Running, position: int
     if position not in running.failures:
         completed.append(position)
     wakeup.set()
-
-
-def late_call(name: str) -> CallTimeout:
-    """Return the error of a call of a group whose deadline had passed before it was sent."""
-    text = f"{name} of a group timed out before the calls; they were not sent"
-    return CallTimeout(text, method=name, may_have_run=False)

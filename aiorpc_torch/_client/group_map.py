@@ -93,7 +93,10 @@ class MapResults(OnlyIterated, ItemIterator[R]):
         follow: Follow | None = None,
     ) -> None:
         super().__init__()
-        _check(method, iterables)
+        if not callable(method):
+            raise TypeError(f"the method of map() must be callable, got {method!r}")
+        if not iterables:
+            raise TypeError("map() needs at least one iterable")
         self._name = call_name(BoundTarget((0, 0), method))
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
@@ -296,13 +299,6 @@ class Mappable(Generic[T]):
         return self._map(method, iterables, options)
 
 
-def _check(method: Any, iterables: Sequence[Any]) -> None:
-    if not callable(method):
-        raise TypeError(f"the method of map() must be callable, got {method!r}")
-    if not iterables:
-        raise TypeError("map() needs at least one iterable")
-
-
 _TAKING = -1
 """The key of the task that takes items; others are the numbers of members."""
 
@@ -397,7 +393,7 @@ class _MapRun(MemberCalls):
             self._start_task(number, self._await_return(number, ready))
         elif self._changes:
             worker = self._pool.worker_of(owner_name(member))
-            alive = functools.partial(self._pool.wait_until_alive, worker)
+            alive = functools.partial(self._pool.observer.wait_until_alive, worker)
             self._start_task(number, self._await_return(number, alive))
 
     async def _await_return(self, number: int, wait: Callable[[], Awaitable[object]]) -> None:

@@ -21,7 +21,7 @@ from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name
 from ..errors import CallTimeout, NoMembers, QueueFull, RpcError, WorkerGone, WorkerLeft, WorkerLost
 from .answers import is_own, raise_aborted
-from .call import ALREADY_AWAITED, USED, RemoteCall, RemoteStream
+from .call import USED, RemoteCall, RemoteStream
 from .pool import ConnectionPool, current
 from .supervised import Supervised, Waiter
 
@@ -109,7 +109,7 @@ class Route:
         try:
             async with asyncio.timeout(left):
                 if worker:
-                    await current().wait_until_probed(worker)
+                    await current().observer.wait_until_probed(worker)
                     self._suspect = ""
                 if self._waiter is None and (place := self.choose()) is None:
                     self.wait()
@@ -224,9 +224,7 @@ class RoutedCall(RemoteCall):
             self._steps = USED
 
     def _iterate(self, *, enters: bool) -> "RoutedStream":  # type: ignore[override]
-        if self._steps is not None:
-            raise RuntimeError(ALREADY_AWAITED)
-        self._steps = USED
+        self._use()
         return RoutedStream(self, self._route(), enters)
 
 
