@@ -3,9 +3,12 @@
 A learner publishes 64 MB in 64 tensors to 8 followers in processes of their own. The time is from
 the call of `publish` to the end of the last follower's `wait`. It is compared with one copy of as
 many bytes, made in the learner's process just before: into new memory, as `clone` does, and into
-memory that is in use (`copy_`).
+memory that is in use (`copy_`). Every tensor changes in every version.
 
-    python -m benchmarks.weights [--quick] [--repeat N] [--followers N] [--megabytes N]
+With `--frozen N` (megabytes) the tree has a tensor besides that does not change, as the base model
+of an adapter; the bytes of tensors that each version sent are printed.
+
+    python -m benchmarks.weights [--quick] [--repeat N] [--followers N] [--megabytes N] [--frozen N]
 """
 
 import argparse
@@ -13,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -25,19 +29,37 @@ TENSORS = 64
 MB = 1_000_000
 
 
+class Counting(Weights):
+    """Counts the bytes of tensors of its last answer."""
+
+    sent = 0
+
+    async def get(self, *args: Any) -> Any:
+        found = await super().get(*args)
+        self.sent = sum(map(len, found[2].values()))
+        return found
+
+
 class Learner:
     """Publishes, and makes copies in the same process."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, frozen: int) -> None:
         size = megabytes * MB // 4 // TENSORS
         self.state = {f"layer{number}": torch.ones(size) for number in range(TENSORS)}
+        self.frozen = {"frozen": torch.rand(frozen * MB // 4)}
         self.whole = torch.ones(size * TENSORS)
         self.target = torch.ones(size * TENSORS)
-        self.weights = Weights(self.state)
+        self.weights = Counting(self.state | self.frozen)
         register("policy", self.weights)
 
     async def publish(self) -> float:
-        return await timed(self.weights.publish(self.state))
+        for each in self.state.values():
+            each += 1
+        return await timed(self.weights.publish(self.state | self.frozen))
+
+    def sent(self) -> float:
+        """Return the megabytes of the tensors in the last answer to a follower."""
+        return self.weights.sent / MB
 
     def copies(self) -> tuple[float, float]:
         """Return the seconds of a copy into new memory, and of one into used memory."""
@@ -71,7 +93,7 @@ async def measure(given: argparse.Namespace) -> list[tuple[float, ...]]:
     """Return for each repetition the seconds of both copies, of `publish`, of all, and a pause."""
     names = [f"follower{number}" for number in range(given.followers)]
     async with local_world(["learner", *names], start_timeout=600.0):
-        learner: RRef[Learner] = await create("learner", Learner, given.megabytes)
+        learner: RRef[Learner] = await create("learner", Learner, given.megabytes, given.frozen)
         followers = await create(names, Follower)
         await remote(followers).start()
         found = list[tuple[float, ...]]()
@@ -83,6 +105,9 @@ async def measure(given: argparse.Namespace) -> list[tuple[float, ...]]:
             published = await remote(learner).publish()
             pauses = await waiting
             found.append((*copies, published, time.perf_counter() - begun, max(pauses)))
+        if given.frozen:
+            all_of_it = given.megabytes + given.frozen
+            print(f"of {all_of_it} MB sent {await remote(learner).sent():.1f} MB")
         return found[3:]
 
 
@@ -90,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Weights to the followers of one host.")
     parser.add_argument("--followers", type=int, default=8)
     parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--frozen", type=int, default=0)
     given = parse(parser)
     if given.quick:
         given.followers = 2

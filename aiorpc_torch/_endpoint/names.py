@@ -72,6 +72,11 @@ def _table() -> NameTable:
     return NameTable() if server is None else server.names
 
 
+WAITS = "__aiorpc_waits__"
+"""An attribute of functions that only wait. As a worker leaves, calls of these end at once: what
+they wait for does not come any more. (tests/integration/test_drained_workers.py)"""
+
+
 async def watch_name(name: str) -> AsyncIterator[Any]:
     """Yield the registered names, after each change too, until one is `name`; then its RRef."""
     table, changed = _table(), asyncio.Event()
@@ -86,6 +91,8 @@ async def watch_name(name: str) -> AsyncIterator[Any]:
     finally:
         table.unwatch(on_change)
 
+
+setattr(watch_name, WAITS, True)
 
 State = tuple[int, RRef[Any] | None]
 """An object that is registered under a name, or None; how often that worker's table has changed."""

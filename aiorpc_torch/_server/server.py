@@ -21,6 +21,7 @@ from .._context.interception import is_needed
 from .._context.recording import record_of_torch_context
 from .._endpoint.entry_points import completed_future
 from .._endpoint.name_table import NameTable
+from .._endpoint.names import WAITS
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers
 from .._port.port import Port
@@ -279,6 +280,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._wait_until_retired()
+                self._end([call for call in self.open_calls() if hasattr(call.function, WAITS)])
                 # Calls end in any thread.
                 while self._torch_calls or self.sessions.has_work():  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL)
@@ -320,12 +322,15 @@ class Server:
     def end_calls(self) -> list[ServerCall]:
         """Fail and cancel the calls that run here; return them."""
         calls = self.open_calls()
+        self._end(calls)
+        return calls
+
+    def _end(self, calls: Sequence[ServerCall]) -> None:
         for call in calls:
             # It has arrived: its caller must not take it for unsent.
             call.abandon(self._gone(may_have_run=True, method=call.name))
         for call in calls:
             call.cancel()
-        return calls
 
     async def handle_last_messages(self) -> None:
         """Wait until the messages that torch has delivered so far are handled."""

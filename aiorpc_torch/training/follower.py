@@ -1,16 +1,17 @@
 """The followers of published weights: `follow`, and the `Follower` that it returns."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .. import NotInWorld, WorkerLeft
+from .. import NotInWorld, WorkerGone, WorkerLeft
 from .holds import Holds
 from .numbers import is_count, is_number
-from .placing import ForwardHolds, Into, place
+from .placing import ForwardHolds, Into, needed_by, place
 from .receiver import Receiver
 from .recovery import hold_copies
 
@@ -18,7 +19,7 @@ from .recovery import hold_copies
 async def follow(
     name: str,
     *,
-    on: str | int | None = None,
+    on: str | int | Sequence[str | int] | None = None,
     into: Into = None,
     poll: float | None = None,
     copy: bool = False,
@@ -30,26 +31,34 @@ async def follow(
     It waits until the name is registered, within the deadline of `aiorpc.timeout`. Later versions
     are received as they are published, and enter `into` in `update`, `wait` and `async for`. If the
     publisher is lost, the follower keeps its version, and goes on with the publisher's replacement
-    process.
+    process. Without `on`, it goes on with any next publisher, also after the last one has left.
 
     Args:
         name: name given to `register`.
-        on: the learner's worker, by name or rank (default: any).
+        on: the learner's worker, by name or rank (default: any). With a list or tuple, each worker
+            of it publishes a part of every version: other tensors, or shards of DTensors. A version
+            is complete when all have published it. Of a tensor that several have, the first one's
+            counts.
         into: a module, or a dict of tensors, that gets each version as `load_state_dict` would; or
             a function that is called with each on the event loop. Default: `Follower.state` alone.
         poll: seconds between two versions, which the follower then puts into `into` by itself.
         copy: True to copy each version into the memory of `into`, for what else uses that memory: a
             NumPy view, a `functional_call` with detached parameters. By default, CPU tensors get
             the version's own memory, without a copy. Tensors in shared memory (`share_memory()`)
-            keep theirs in any case.
+            keep theirs in any case. So do DTensors, which get the slices of their shards.
 
     Raises:
         CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
-        ValueError: if the names or shapes of the version and of `into` differ, or if `copy` has no
-            module or dict to copy into.
-        TypeError: if `into` is none of these or has DTensors, or if the object of that name is no
+        ValueError: if the names or shapes of the version and of `into` differ, if the publishers
+            named lack a part of a tensor, or if `copy` has no module or dict to copy into.
+        TypeError: if `on` or `into` is none of these, or if the object of that name is no
             `Weights`.
     """
+    if isinstance(on, list | tuple):
+        if not on or len({*on}) < len(on):
+            raise ValueError(f"on must name one worker or several different ones, got {on!r}")
+    elif isinstance(on, Collection) and not isinstance(on, str):
+        raise TypeError(f"on must be a worker, or a list or tuple of workers, got {on!r}")
     if copy and not isinstance(into, torch.nn.Module | Mapping):
         raise ValueError(f"copy=True needs a module or a dict of tensors as into, got {into!r}")
     if poll is not None and not (is_number(poll) and poll > 0):
@@ -79,7 +88,7 @@ class Follower:
     def __init__(
         self,
         name: str,
-        on: str | int | None,
+        on: str | int | Sequence[str | int] | None,
         into: Into,
         poll: float | None = None,
         host: str | None = None,  # as for `Receiver`
@@ -96,7 +105,7 @@ class Follower:
         self._hooks: ForwardHolds | None = None
         self._loop = asyncio.get_running_loop()
         on_version = None if poll is None else self._put_in
-        self._receiver = Receiver(name, on, poll, on_version, host)
+        self._receiver = Receiver(name, on, poll, on_version, host, needed_by(into))
 
     def __repr__(self) -> str:
         return f"<Follower of version {self.version}, {self._receiver!r}>"
@@ -112,7 +121,8 @@ class Follower:
         """
         self._check()
         await self._receiver.update()
-        await self._put_in()
+        with contextlib.suppress(WorkerGone, NotInWorld):
+            await self._put_in()
         return self.version
 
     async def wait(self, version: int) -> int:
@@ -122,7 +132,8 @@ class Follower:
             CallTimeout: if the deadline passes.
             WorkerLost: if the publisher is lost, and no replacement process has come within 60 s,
                 or will come.
-            WorkerLeft: if the publisher's worker has left the world.
+            WorkerLeft: if the publisher's worker has left the world: worker `on` at once, any other
+                if no publisher has come within 60 s.
             NotInWorld: if this worker has.
             RuntimeError: inside of `hold()`, or after `aclose`.
             ValueError: if `version` is no number of a version.
@@ -182,6 +193,7 @@ class Follower:
         """Put the newest version in, all of it in one step of the event loop."""
         if self._receiver.version == self.version:
             return
+        await self._receiver.restore()
         async with self._holds.writing():
             number, snapshot = self._receiver.newest or (self.version, None)
             if number == self.version or snapshot is None:  # another task has put it in

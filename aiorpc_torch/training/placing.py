@@ -12,9 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from .holds import Holds
+from .shards import Box, is_dtensor, local, slice_of
 
 Into = nn.Module | Mapping[str, Tensor] | Callable[[Any], object] | None
 """The place of versions: a module, a dict of tensors, or a function that is called with each."""
+
+
+def needed_by(into: Into) -> dict[str, Box]:
+    """Return the slices that DTensors need, by the names of their tensors in a version."""
+    if not isinstance(into, nn.Module | Mapping):
+        return {}
+    state = into.state_dict(keep_vars=True) if isinstance(into, nn.Module) else into
+    return {f"[{name!r}]": slice_of(each).box for name, each in state.items() if is_dtensor(each)}
 
 
 def place(tree: Any, into: Into, *, copy: bool = False) -> None:
@@ -22,7 +31,6 @@ def place(tree: Any, into: Into, *, copy: bool = False) -> None:
 
     Raises:
         ValueError: if names or shapes differ.
-        TypeError: if `into` has DTensors.
     """
     if into is None:
         return
@@ -45,12 +53,13 @@ def _place_in_module(tree: Any, module: nn.Module, *, copy: bool) -> None:
 def _assign(tree: Any, targets: Mapping[str, Any], *, copy: bool) -> None:
     _check(tree, targets)
     with torch.no_grad():
-        for name, target in targets.items():
-            value = tree[name]
+        for name, each in targets.items():
+            target, value = local(each), tree[name]
             # The version's own memory, where it fits: nothing is copied, and an earlier graph that
             # refers to the old tensor stays valid. Shared memory stays, for the other processes.
             is_same = value.dtype == target.dtype and value.device == target.device
-            if is_same and not copy and not (target.is_cpu and target.is_shared()):
+            is_own = target is each and not (target.is_cpu and target.is_shared())
+            if is_same and is_own and not copy:
                 target.data = value
             else:  # torch notices if an earlier graph needs the old values, unless it cannot
                 (target.data if target.is_inference() else target).copy_(value)
@@ -61,19 +70,24 @@ def _check(tree: Any, targets: Mapping[str, Any]) -> None:
         kind = type(tree).__name__
         raise ValueError(f"`into` takes dicts of tensors, such as a state dict, got {kind}")
     if tree.keys() != targets.keys():
+        names = ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
+        parts = [key for key, part in tree.items() if _has_names(part, targets)]
+        remedy = "; for a part, into=lambda tree: model.load_state_dict(tree[{!r}])"
         raise ValueError(
-            "the version and `into` have different names: "
-            + ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
+            f"the version and `into` have different names: {names}"
+            + (remedy.format(parts[0]) if parts else "")
         )
-    for name, target in targets.items():
-        if hasattr(target, "full_tensor"):
-            raise TypeError(
-                f"{name!r} of `into` is a DTensor, which no version can be put into: follow into a "
-                "function that calls torch.distributed.tensor.distribute_tensor() of each tensor"
-            )
-        if tree[name].shape != target.shape:
-            shapes = f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
-            raise ValueError(f"{name!r} has the shape {shapes}")
+    with torch.no_grad():
+        for name, target in targets.items():
+            if tree[name].shape != local(target).shape:
+                shapes = (
+                    f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
+                )
+                raise ValueError(f"{name!r} has the shape {shapes}")
+
+
+def _has_names(part: Any, targets: Mapping[str, Any]) -> bool:
+    return isinstance(part, Mapping) and part.keys() == targets.keys()
 
 
 class ForwardHolds:

@@ -1,46 +1,38 @@
-"""The receiver of a publisher's versions: it has the newest whole version of them.
+"""The receiver of versions: it has the newest whole version of one publisher, or of several.
 
-It goes on with the publisher's replacement process. A task of its own receives, outside of every
+It goes on with a publisher's replacement process. A task of its own receives, outside of every
 deadline. (tests/unit/training/test_receiver.py)
 """
 
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from .. import (
-    CallTimeout,
-    NotInWorld,
-    RpcError,
-    RRef,
-    WorkerGone,
-    lookup,
-    remote,
-    timeout as bounded,
-)
-from .relays import own_host, start_relay
-from .snapshots import Snapshot
+from .. import CallTimeout, NotInWorld, RpcError, WorkerGone
+from .joining import merge
+from .shards import Box, assign
+from .snapshots import Memory, Snapshot, in_thread, snapshot_in_thread
+from .source import PAUSE, Source
 from .waiting import Changes
-from .weights import Weights
+
+T = TypeVar("T")
 
 REPLACEMENT_TIMEOUT = 60.0
 """Seconds after a publisher's loss in which waits go on: its replacement process may register."""
 
-RELAY_TIMEOUT = 5.0
-"""Seconds for a relay to be there; then another is named."""
-
 
 class Receiver:
-    """The receiver of the versions of one publisher. Confined to its event loop.
+    """The receiver of the versions of a name. Confined to its event loop.
 
     Args:
         name: name of the weights.
-        on: worker of the publisher, None for any.
+        on: worker of the publisher, None for any; or the workers of several.
         poll: minimum seconds between two versions, None for no minimum.
         on_version: is awaited for each version, if given.
         host: name of the host whose followers share a relay (default: this one's).
+        needed: the slices that are needed of some tensors, by their names.
 
     Attributes:
         newest: the newest version, with its number; None before the first.
@@ -50,21 +42,23 @@ class Receiver:
     def __init__(
         self,
         name: str,
-        on: str | int | None,
+        on: str | int | Sequence[str | int] | None,
         poll: float | None = None,
         on_version: Callable[[], Awaitable[object]] | None = None,
         host: str | None = None,
+        needed: Mapping[str, Box] | None = None,
     ) -> None:
         self.newest: tuple[int, Snapshot] | None = None
         self.changes = Changes()
         self._name, self._on = name, on
-        self._where = "" if on is None else f" on worker {on!r}"
-        self._publisher: RRef[Weights] | None = None
-        self._source: RRef[Any] | None = None  # the publisher, or a relay
-        self._relay: str | None = None  # worker of that relay
+        is_one = on is None or isinstance(on, str | int)
+        workers: Any = [on] if is_one else on
+        self._sources = [Source(name, each, host) for each in workers]
+        self._is_joined = not is_one or bool(needed)
+        self._needed = needed or {}
+        self._memory = Memory()  # of what is joined
         self._poll = poll
         self._on_version = on_version
-        self._host = own_host() if host is None else host
         self._wanted: list[int] = []  # versions that tasks wait for
         self._losses = 0
         self._error: Exception | None = None  # that has ended the task
@@ -72,22 +66,29 @@ class Receiver:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<Receiver of {self._name!r}{self._where}, version {self.version}>"
+        where = "" if self._on is None else f" on {self._on!r}"
+        return f"<Receiver of {self._name!r}{where}, version {self.version}>"
 
     @property
     def version(self) -> int:
         """Return the number of the newest version, -1 before the first."""
         return -1 if self.newest is None else self.newest[0]
 
+    @property
+    def relays(self) -> list[str | None]:
+        """Return the worker of this host's relay of each publisher, None where there is none."""
+        return [each.relay for each in self._sources]
+
     async def first(self) -> None:
         """Receive the newest version now, within the caller's deadline.
 
         Raises:
             CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
+            ValueError: if the publishers have no whole version, or have different ones.
         """
-        publisher = await self._connect()
+        await self._find()
         # A relay may have an older one: nothing has asked it for the newest.
-        await self._receive_next(await remote(publisher).newest(self.version) - 1)
+        await self._receive_next(self.version if self._is_joined else await self._available() - 1)
 
     async def update(self) -> None:
         """Receive the newest version, if there is one, and the publisher is there.
@@ -97,11 +98,23 @@ class Receiver:
         """
         losses = self._losses
         try:
-            assert self._publisher is not None  # since `first`
-            newest = await remote(self._publisher).newest(self.version)
-            await self.until(newest, lambda: self._losses > losses)
+            await self.until(await self._available(), lambda: self._losses > losses)
         except (WorkerGone, NotInWorld):
             self.start()  # it looks for the publisher's replacement process
+
+    async def restore(self) -> None:
+        """Receive the version again if this process has changed what did not travel with it.
+
+        Raises:
+            WorkerGone: if the publisher is lost.
+        """
+        while self.newest is not None:
+            snapshot = self.newest[1]
+            if not await in_thread(snapshot.changed, snapshot.size):
+                return
+            for source in self._sources:
+                source.forget()
+            await self._receive(self.version - 1)
 
     async def until(self, version: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until this version or a later one is received, or `is_over()`.
@@ -136,7 +149,7 @@ class Receiver:
         self._error = None
         loop, context = asyncio.get_running_loop(), contextvars.Context()
         name = f"follow {self._name!r}"
-        self._task = loop.create_task(self._receive(), name=name, context=context)
+        self._task = loop.create_task(self._run(), name=name, context=context)
 
     def close(self) -> None:
         """Stop receiving, and end all waits."""
@@ -150,8 +163,8 @@ class Receiver:
     def _has_ended(self) -> bool:
         return self._is_closed or self._error is not None
 
-    async def _receive(self) -> None:
-        """Receive versions until the publisher is gone for good."""
+    async def _run(self) -> None:
+        """Receive versions until a publisher is gone for good."""
         try:
             while True:
                 try:
@@ -160,7 +173,7 @@ class Receiver:
                 except CallTimeout as late:  # of the search for another relay
                     await self._find_again(late)
                 except WorkerGone as lost:
-                    if not lost.may_return:
+                    if not self._may_come_again(lost):
                         raise
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
@@ -180,7 +193,7 @@ class Receiver:
         self.changes.notify()
         while True:
             try:
-                await self._connect(timeout=REPLACEMENT_TIMEOUT)
+                await self._find(timeout=REPLACEMENT_TIMEOUT)
             except CallTimeout:
                 self._error = lost
                 self.changes.notify()
@@ -188,67 +201,75 @@ class Receiver:
                 self._error = None
                 return
 
-    async def _connect(
-        self, lost: str | None = None, timeout: float | None = None
-    ) -> RRef[Weights]:
-        """Find the publisher, and the relay of this host if there is one; return the publisher.
-
-        Args:
-            lost: worker of a relay that is lost.
-            timeout: seconds for the name to be registered, None for no bound but the caller's.
-        """
-        me = RRef(self.changes).owner_name()  # of any object of this worker
+    async def _find(self, timeout: float | None = None) -> None:
+        """Find the publishers, and who of them sends what."""
         while True:
-            with bounded(timeout):
-                publisher = await lookup(self._name, on=self._on)
+            await together(each.find(timeout=timeout) for each in self._sources)
+            if not self._is_joined:
+                return
             try:
-                relay, name = await self._find_source(publisher, me, lost)
-            except WorkerGone as exc:  # once more; `lookup` raises if none will come
-                if not exc.may_return:
+                slices = await together(each.slices() for each in self._sources)
+            except WorkerGone as lost:
+                if not self._may_come_again(lost):
                     raise
-                continue
-            if relay == me:
-                start_relay(name, publisher)
-            try:
-                source: RRef[Any] = publisher
-                if relay is not None:
-                    with bounded(RELAY_TIMEOUT):
-                        source = await lookup(name, on=relay)
-            except (CallTimeout, WorkerGone):
-                if relay == me:
-                    raise
-                lost = relay
+                await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
             else:
-                self._publisher, self._source, self._relay = publisher, source, relay
-                return publisher
+                workers = [each.worker for each in self._sources]
+                wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
+                for each in self._sources:
+                    each.wanted = wanted[each.worker]
+                return
 
-    async def _find_source(
-        self, publisher: RRef[Weights], me: str, lost: str | None
-    ) -> tuple[str | None, str]:
-        """Return the worker and the name of this host's relay, as `Weights.source`."""
-        try:
-            found: tuple[str | None, str] = await remote(publisher).source(self._host, me, lost)
-        except AttributeError as exc:
-            text = f"{self._name!r}{self._where} is no Weights: register one there"
-            raise TypeError(text) from exc
-        return found
+    def _may_come_again(self, gone: WorkerGone) -> bool:
+        """Return whether a publisher may come after the last one has gone."""
+        return gone.may_return or self._on is None  # any other worker may register one
 
     async def _receive_next(self, seen: int) -> None:
-        """Receive a version newer than `seen`; if the relay is lost, by way of another."""
-        while True:
-            try:
-                assert self._source is not None
-                number, *parts = await remote(self._source).after(seen)
-                break
-            except WorkerGone as exc:
-                # A relay reports the loss of the publisher with the same class.
-                if self._relay is None or getattr(exc, "worker", self._relay) != self._relay:
-                    raise
-                await self._connect(self._relay)
-        self.newest = number, Snapshot(*parts)
-        self.changes.notify()
+        """Receive a version newer than `seen`."""
+        await self._receive(seen)
         if self._on_version is not None:
             await self._on_version()
+
+    async def _receive(self, seen: int) -> None:
+        number, snapshot = await (self._joined(seen) if self._is_joined else self._lone(seen))
+        if number >= self.version:
+            self.newest = number, snapshot
+        self.changes.notify()
+
+    async def _lone(self, seen: int) -> tuple[int, Snapshot]:
+        """Return the newest version of the one publisher, once it is newer than `seen`."""
+        number, snapshot = await self._sources[0].after(seen)
+        if not snapshot.is_whole:
+            raise ValueError(
+                f"{self._name!r} has shards of DTensors: name the workers of all its publishers, "
+                "as in follow(name, on=[...])"
+            )
+        return number, snapshot
+
+    async def _joined(self, seen: int) -> tuple[int, Snapshot]:
+        """Return the newest version that all publishers have, once it is newer than `seen`."""
+        least = seen + 1
+        while True:
+            kept = await together(each.kept(self.version, least) for each in self._sources)
+            number, oldest = min(newest for _, newest in kept), max(first for first, _ in kept)
+            if number < oldest:  # one of them is so far behind that others have dropped its version
+                least = oldest
+                continue
+            try:
+                found = await together(each.get(number) for each in self._sources)
+            except LookupError:  # dropped meanwhile, or never published there
+                least = number + 1
+                continue
+            snapshots = [each for _, each in found]
+            tree = merge([each.parts() for each in snapshots], self._needed)
+            before = None if self.newest is None else self.newest[1]
+            return number, await snapshot_in_thread(tree, self._memory, before, snapshots)
+
+    async def _available(self) -> int:
+        """Return the number of the newest version that can be had now."""
+        kept = await together(each.kept(self.version) for each in self._sources)
+        number, oldest = min(newest for _, newest in kept), max(first for first, _ in kept)
+        return number if number >= oldest else self.version
 
     async def _pause(self) -> None:
         """Wait for the time between two versions, or until a task waits for the next."""
@@ -259,3 +280,16 @@ class Receiver:
 
     def _is_wanted(self) -> bool:
         return max(self._wanted, default=-1) > self.version
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all; the first error cancels the others."""
+    first, *others = coroutines
+    if not others:
+        return [await first]
+    tasks = [asyncio.ensure_future(each) for each in (first, *others)]
+    try:
+        return [*await asyncio.gather(*tasks)]
+    finally:
+        for task in tasks:
+            task.cancel()

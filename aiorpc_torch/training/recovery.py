@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from .. import RpcError, RRef, WorkerGone, lookup, members, register, remote
 from .receiver import Receiver
-from .relays import Version, own_host
+from .relays import Version, own_host, version_of
 from .snapshots import Snapshot
 
 K = TypeVar("K")
@@ -66,8 +66,8 @@ async def recover(name: str) -> Recovered | None:
         else:
             best = version if best is None or version[0] > best[0] else best
     if best is not None and best[0] >= 0:
-        number, *parts = best
-        return Recovered(number, Snapshot(*parts).load())
+        number, head, blocks = best
+        return Recovered(number, Snapshot.received(head, blocks).load())
     for failure in failures:
         if not isinstance(failure, WorkerGone):  # it lives: a None would let the learner begin anew
             raise failure
@@ -137,11 +137,12 @@ class Copies:
         return self._newest()
 
     def _newest(self) -> Version:
-        held = [each.newest for each in [*self._receivers] if each.newest is not None]
+        newest = [each.newest for each in [*self._receivers] if each.newest is not None]
+        held = [each for each in newest if each[1].is_whole]  # not shards of DTensors
         if not held:
-            return -1, b"", None
+            return -1, b"", {}
         number, snapshot = max(held, key=lambda each: each[0])
-        return number, *snapshot
+        return version_of(number, snapshot, ())
 
 
 async def hold_copies(name: str, receiver: Receiver) -> None:

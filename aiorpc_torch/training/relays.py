@@ -8,17 +8,30 @@ publisher names the follower that reports it. (tests/unit/training/test_relays.p
 import asyncio
 import contextlib
 import contextvars
-import operator
 import os
 import socket
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
+
+from torch import Tensor
 
 from .. import NotInWorld, RRef, register, remote, unregister
 from .._aio.host import this_host
-from .waiting import Changes
+from .shards import Box, Wanted, has_all, union
+from .snapshots import Snapshot
+from .waiting import ends_at_leave
 
-Version = tuple[int, bytes, Any]
-"""A version on its way: its number, and the two parts of its `Snapshot`."""
+Key = tuple[str, int, frozenset[tuple[str, Box | None]]]
+"""A transfer: the publisher's method, its number, and what is wanted."""
+
+Version = tuple[int, bytes, dict[str, Tensor]]
+"""A version on its way: its number, the head of its `Snapshot`, and the blocks that are sent."""
+
+
+def version_of(number: int, snapshot: Snapshot, has: Collection[str]) -> Version:
+    """Return a version for a follower that has some of its blocks."""
+    return number, snapshot.head, snapshot.but(has)
 
 
 def own_host() -> str:
@@ -51,6 +64,8 @@ class Hosts:
 class Relay:
     """The versions of a publisher of another host, for the followers of this host.
 
+    It asks for all that its followers want, so each byte of a version crosses the line once.
+
     Args:
         name: name under which this relay is registered.
         publisher: RRef of the weights.
@@ -59,35 +74,86 @@ class Relay:
     def __init__(self, name: str, publisher: RRef[Any]) -> None:
         self._name = name
         self._publisher = publisher
-        self._newest: Version = (-1, b"", None)
-        self._error: Exception | None = None
-        self._changes = Changes()
-        self._transfers: dict[int, asyncio.Task[None]] = {}  # by the version that followers have
+        self._held: dict[int, tuple[Snapshot, Wanted]] = {}  # the last version, or two
+        self._wanted: Wanted | None = None  # by all followers; None before the first
+        self._transfers: dict[Key, asyncio.Task[None]] = {}
+        self._waiting: Counter[asyncio.Task[None]] = Counter()
 
-    async def after(self, seen: int) -> Version:
+    @ends_at_leave
+    async def after(self, seen: int, has: Collection[str], wanted: Wanted) -> Version:
         """Wait until a version is newer than `seen`; return the newest that is here."""
-        if self._newest[0] <= seen and seen not in self._transfers:
-            # Also of another follower's number: the publisher learns from it what was seen.
-            context = contextvars.Context()  # without the deadline of the call
-            task = asyncio.create_task(self._receive(seen), name=self._name, context=context)
-            self._transfers[seen] = task
-        await self._changes.until(
-            lambda: self._newest[0] > seen or self._error is not None, "the wait for a version"
-        )
-        if self._newest[0] <= seen and self._error is not None:
-            raise self._error
-        return self._newest
+        return await self._answer("after", seen, has, wanted)
 
-    async def _receive(self, seen: int) -> None:
+    async def get(self, number: int, has: Collection[str], wanted: Wanted) -> Version:
+        """Return a version that the publisher keeps.
+
+        Raises:
+            LookupError: if it does not.
+        """
+        return await self._answer("get", number, has, wanted)
+
+    async def _answer(
+        self, method: str, number: int, has: Collection[str], wanted: Wanted
+    ) -> Version:
+        self._wanted = dict(wanted) if self._wanted is None else union(self._wanted, wanted)
+        while (found := self._find(method, number, wanted)) is None:
+            # Also of another follower's number: the publisher learns from it what was seen.
+            await self._transferred((method, number, frozenset(self._wanted.items())))
+        return version_of(found, self._held[found][0], has)
+
+    async def _transferred(self, key: Key) -> None:
+        """Wait for a transfer, which lasts as long as anyone waits for it."""
+        if key not in self._transfers:
+            context = contextvars.Context()  # without the deadline of the call
+            transfer = self._receive(key)
+            task = asyncio.create_task(transfer, name=self._name, context=context)
+            self._transfers[key] = task
+        task = self._transfers[key]
+        self._waiting[task] += 1
         try:
-            version = await remote(self._publisher).after(seen)
-            self._newest = max(self._newest, version, key=operator.itemgetter(0))
-        except Exception as exc:  # followers look for the publisher's replacement process
-            self._error = exc
+            await asyncio.shield(task)
+        finally:
+            self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
+                self._forget(key, task)
+                task.cancel()
+
+    def _forget(self, key: Key, task: "asyncio.Task[None] | None") -> None:
+        if self._transfers.get(key) is task:
+            del self._transfers[key]
+
+    def _find(self, method: str, number: int, wanted: Wanted) -> int | None:
+        """Return the number of a version that is here and has what is wanted."""
+        fits = [
+            each
+            for each, (_, held) in self._held.items()
+            if (each == number if method == "get" else each > number) and has_all(held, wanted)
+        ]
+        return max(fits, default=None)
+
+    async def _receive(self, key: Key) -> None:
+        method, number, items = key
+        wanted = dict(items)
+        blocks = {
+            name: data for held, _ in self._held.values() for name, data in held.blocks.items()
+        }
+        try:
+            ask = getattr(remote(self._publisher), method)
+            found, head, sent = await ask(number, [*blocks], wanted)
+        except LookupError:
+            raise
+        except Exception:  # followers look for the publisher's replacement process
             with contextlib.suppress(ValueError, NotInWorld):
                 unregister(self._name)
-        del self._transfers[seen]
-        self._changes.notify()
+            raise
+        else:
+            self._held[found] = Snapshot.received(head, sent, blocks), wanted
+            kept = 2 if method == "get" else 1  # of several publishers one may be ahead
+            for each in sorted(self._held)[:-kept]:
+                del self._held[each]
+        finally:
+            self._forget(key, asyncio.current_task())
 
 
 def start_relay(name: str, publisher: RRef[Any]) -> None:

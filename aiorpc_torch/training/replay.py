@@ -8,7 +8,7 @@ from .admission import Ticket
 from .numbers import is_count
 from .ratio import SampleLimit
 from .staleness import parked
-from .waiting import Line
+from .waiting import Line, ends_at_leave
 
 
 class Storage(Protocol):
@@ -112,6 +112,7 @@ class Replay:
         """Return the newest version of a ticket that came with an item, None without one."""
         return self._version
 
+    @ends_at_leave
     async def insert(self, item: Any, ticket: Ticket | None = None) -> None:
         """Insert an item, once the limit admits it.
 
@@ -133,6 +134,7 @@ class Replay:
             self._version = max(ticket.version, self._version or 0)
         self._notify()
 
+    @ends_at_leave
     async def sample(self, size: int) -> Any:
         """Return a sample of items, as the storage returns it, once the limit admits it.
 

@@ -1,19 +1,31 @@
-"""Snapshots: the tensors of a tree in one block of memory, and the rest of the tree pickled.
+"""Snapshots: the tensors of a tree in a few blocks of memory, and the rest of the tree pickled.
 
-A version is one tensor on its way, however many tensors it holds: it is encoded, copied and mapped
-as one. (tests/unit/training/test_snapshots.py)
+A version's tensors are in one block on their way, however many they are: it is encoded, copied and
+mapped as one. A large tensor that has not changed since the version before stays in that version's
+block, which followers have. (tests/unit/training/test_snapshots.py)
 """
 
 import asyncio
+import ctypes
+import dataclasses
+import functools
 import io
+import math
+import mmap
 import pickle
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import secrets
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor, nn
+from torch.optim import Optimizer
 
-from .memory import Memory
+from .shards import Box, Slice, is_dtensor, local, slice_of, whole
+
+T = TypeVar("T")
 
 ALIGNMENT = 64
 """Bytes to which the tensors of a snapshot are aligned."""
@@ -24,125 +36,488 @@ MAX_STATE = 1 << 16
 COPY_ON_LOOP = 1 << 20
 """Maximum bytes of a snapshot that is copied on the event loop, not in a thread."""
 
+MIN_KEPT = 1 << 16
+"""Bytes of a tensor from which on it is not sent again if it has not changed."""
 
-class Snapshot(NamedTuple):
-    """An immutable copy of a tree.
+MAX_BLOCKS = 8
+"""Maximum number of earlier blocks that a version refers to: each is a tensor of its own to send to
+those who begin to follow."""
 
-    Attributes:
-        tree: the tree, pickled, with places in `data` for its tensors.
-        data: the bytes of its tensors.
-    """
-
-    tree: bytes
-    data: Tensor
-
-    def load(self) -> Any:
-        """Return the tree; its tensors are views of `data`."""
-        return _Reader(self).load()
+SMALL = 1 << 20
+"""Bytes of a block below which torch's own memory is as good."""
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a snapshot: first byte, dtype, shape and strides."""
+    """The place of a tensor in a snapshot.
 
+    Attributes:
+        block: name of its block.
+        start: its first byte there.
+        dtype, shape, strides: of the tensor.
+        slice: what it is of a larger tensor; None for a whole one.
+        checksum: of its bytes, if it is in a block of an earlier version.
+    """
+
+    block: str
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    slice: Slice | None = None
+    checksum: int | None = None
 
-    def view(self, data: Tensor) -> Tensor:
-        """Return the tensor in the bytes of a snapshot."""
-        flat = data.view(self.dtype)
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor in its block."""
+        flat = blocks[self.block].view(self.dtype)
         offset = flat.storage_offset() + self.start // self.dtype.itemsize
         return flat.as_strided(self.shape, self.strides, offset)
 
+    def bytes_in(self, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Return its bytes, uint8 [aligned size]."""
+        return blocks[self.block][self.start : self.start + _aligned(self.size)]
 
-class _Writer(pickle.Pickler):
-    """A pickler that replaces dense tensors by their places."""
+    @property
+    def part(self) -> Slice:
+        """Return what it is of the whole tensor."""
+        return self.slice or Slice(whole(self.shape), self.shape)
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.size = 0
-        self.tensors: list[tuple[Place, Tensor]] = []
-        self._places: dict[Any, Place] = {}
 
-    def persistent_id(self, value: Any) -> Place | None:
-        """Return the place of a tensor, None for another object."""
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+def place_of(tensor: Tensor, part: Slice | None = None) -> Place:
+    """Return the place of a tensor that is in no block yet, with dense strides."""
+    like = torch.empty_like(tensor, device="meta")
+    if part is not None and part.box == whole(part.shape):
+        part = None
+    return Place("", 0, tensor.dtype, tuple(tensor.shape), like.stride(), part)
+
+
+class Part(NamedTuple):
+    """A tensor of a snapshot as a slice of a whole one."""
+
+    place: Place
+    tensor: Tensor
+    slice: Slice
+
+
+class Parts(NamedTuple):
+    """The parts of a tensor, and the slice of it that is needed."""
+
+    parts: list[Part]
+    box: Box
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy what is needed of the parts to a tensor of the shape of the slice."""
+        for part in self.parts:
+            box = part.slice.box.meet(self.box)
+            if box.size:
+                box.of(target, self.box.offset).copy_(box.of(part.tensor, part.slice.box.offset))
+
+
+ABSENT = object()
+"""In a tree of parts: a tensor that was not wanted of this publisher."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """An immutable copy of a tree.
+
+    Attributes:
+        tree: the tree, pickled, with indices of `places` for its tensors.
+        places: the place of each tensor; None for one that was not wanted.
+        blocks: the blocks of bytes, by their names.
+        kept: names of those that were here before.
+    """
+
+    tree: bytes
+    places: tuple[Place | None, ...]
+    blocks: Mapping[str, Tensor]
+    kept: frozenset[str] = frozenset()
+
+    @staticmethod
+    def received(
+        head: bytes, sent: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None
+    ) -> "Snapshot":
+        """Return a snapshot of which some blocks were here before."""
+        tree, places = pickle.loads(head)
+        names = {each.block for each in places if each is not None}
+        blocks = {each: sent[each] if each in sent else (own or {})[each] for each in names}
+        return Snapshot(tree, places, blocks, frozenset(names - sent.keys()))
+
+    @functools.cached_property
+    def head(self) -> bytes:
+        """Return all but the blocks."""
+        return pickle.dumps((self.tree, self.places), protocol=pickle.HIGHEST_PROTOCOL)
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes of its blocks."""
+        return sum(map(len, self.blocks.values()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it has all of each tensor."""
+        return all(each is not None and each.slice is None for each in self.places)
+
+    def but(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the blocks that are not among these."""
+        return {name: data for name, data in self.blocks.items() if name not in names}
+
+    def load(self) -> Any:
+        """Return the tree; its tensors are views of the blocks."""
+        return _Reader(self.tree, self._tensor).load()
+
+    def parts(self) -> Any:
+        """Return the tree with a `Part` in the place of each tensor, or `ABSENT`."""
+        return _Reader(self.tree, self._part).load()
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Return the names that tensors have in the tree, each with the index of its place."""
+        return tensors(_Reader(self.tree, _Index).load(), _Index)
+
+    def slices(self) -> dict[str, Slice]:
+        """Return what is here of each tensor, by its name in the tree."""
+        found = ((name, self.places[index]) for name, index in self.names())
+        return {name: place.part for name, place in found if place is not None}
+
+    def changed(self) -> set[str]:
+        """Return the blocks that were here before, and whose bytes have changed since."""
+        return {
+            each.block
+            for each in self.places
+            if each is not None
+            and each.block in self.kept
+            and each.checksum is not None
+            and each.checksum != checksum(each.bytes_in(self.blocks))
+        }
+
+    def _tensor(self, index: int) -> Tensor | None:
+        place = self.places[index]
+        if place is None:
             return None
-        if value.is_quantized or value.is_meta or value.is_nested:
-            return None
-        if has_parts(value):
-            refuse_dtensor(value)
-            return None
-        # Parameters that share their memory share it in the snapshot.
-        key = value.data_ptr(), value.dtype, value.shape, value.stride()
-        if (place := self._places.get(key)) is None:
-            like = torch.empty_like(value, device="meta")  # dense strides
-            place = Place(self.size, value.dtype, tuple(value.shape), like.stride())
-            self._places[key] = place
-            self.tensors.append((place, value.detach()))
-            self.size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
-        return place
-
-
-def has_parts(tensor: Tensor) -> bool:
-    """Return whether it is of a subclass whose elements are in other tensors, as a DTensor's."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def refuse_dtensor(tensor: Tensor) -> None:
-    """Raise TypeError for a DTensor."""
-    if hasattr(tensor, "full_tensor"):
-        raise TypeError(
-            "versions have no DTensors: on all ranks of its mesh call `full_tensor()` of each, and "
-            "publish the results"
-        )
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__(io.BytesIO(snapshot.tree))
-        self._data = snapshot.data
-
-    def persistent_load(self, place: Place) -> Tensor:
-        """Return the tensor at a place."""
-        view = place.view(self._data)
+        view = place.view(self.blocks)
         # torch reads the state of a random generator at the start of its storage (2.11 to 2.15).
         is_state = view.dtype is torch.uint8 and view.dim() == 1 and view.nbytes <= MAX_STATE
         return view.clone() if is_state else view
 
+    def _part(self, index: int) -> object:
+        place = self.places[index]
+        return ABSENT if place is None else Part(place, place.view(self.blocks), place.part)
 
-def snapshot(tree: Any, memory: Memory | None = None) -> Snapshot:
+
+class _Index(int):
+    """The index of a tensor's place, in its place in a tree."""
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, tree: bytes, read: Callable[[int], object]) -> None:
+        super().__init__(io.BytesIO(tree))
+        self._read = read
+
+    def persistent_load(self, index: int) -> object:
+        """Return what is read of a tensor's place."""
+        return self._read(index)
+
+
+def checksum(data: Tensor) -> int:
+    """Return a checksum of bytes, uint8 [64 n]: of the sums of their rows and columns as words.
+
+    It differs if one word does, or if two have changed places, and reads memory at its full speed:
+    20 GB/s, where CRC-32 of all takes 3.6.
+    """
+    words = data.view(torch.int64)
+    table = words[: len(words) // 1024 * 1024].view(-1, 1024)
+    sums = torch.cat([table.sum(0), table.sum(1), words[table.numel() :]])
+    return zlib.crc32(ctypes.string_at(sums.data_ptr(), sums.nbytes))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+# ── taking one ──────────────────────────────────────────────────────────────────────────────────
+
+
+def snapshot(tree: Any, memory: "Memory | None" = None) -> Snapshot:
     """Return a snapshot of a tree."""
-    taken, copy = begin(tree, memory or Memory())
-    copy()
-    return taken
+    return _Taking(tree, memory or Memory()).take()
 
 
-async def snapshot_in_thread(tree: Any, memory: Memory | None = None) -> Snapshot:
-    """Return a snapshot of a tree; a thread copies large tensors meanwhile."""
-    taken, copy = begin(tree, memory or Memory())
-    if len(taken.data) > COPY_ON_LOOP:
-        await asyncio.to_thread(copy)
-    else:
-        copy()
-    return taken
+async def snapshot_in_thread(
+    tree: Any,
+    memory: "Memory | None" = None,
+    before: Snapshot | None = None,
+    others: Sequence[Snapshot] = (),
+) -> Snapshot:
+    """Return a snapshot of a tree; a thread compares and copies large tensors meanwhile.
 
-
-def begin(tree: Any, memory: Memory) -> tuple[Snapshot, Callable[[], None]]:
-    """Return a snapshot without the bytes of its tensors, and what copies them.
+    Args:
+        before: the version before, whose tensors stay where they are if they have not changed.
+        others: the snapshots of which the tree has parts.
 
     Raises:
         Exception: of any class, if the tree cannot be pickled.
     """
-    file = io.BytesIO()
-    writer = _Writer(file)
-    writer.dump(tree)
-    data = memory.take(writer.size)
+    taking = _Taking(tree, memory or Memory(), before, others)
+    return await in_thread(taking.take, taking.size)
 
-    def copy() -> None:
+
+async def in_thread(function: Callable[[], T], size: int) -> T:
+    """Return a function's result; it runs in a thread if it reads or writes many bytes."""
+    return await asyncio.to_thread(function) if size > COPY_ON_LOOP else function()
+
+
+class _Taking(pickle.Pickler):
+    """A snapshot that is being taken: pickled at once, its tensors are copied by `take`.
+
+    Attributes:
+        size: bytes of its tensors.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        memory: "Memory",
+        before: Snapshot | None = None,
+        others: Sequence[Snapshot] = (),
+    ) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._memory, self._before, self._others = memory, before, others
+        self._places: list[Place] = []
+        self._copied: dict[int, Tensor | Parts] = {}  # what is copied, by its place's index
+        self._indices: dict[Any, int] = {}
+        self.dump(tree)
+        self.size = sum(_aligned(self._places[each].size) for each in self._copied)
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the index of a tensor's place, None for another object."""
+        if isinstance(value, Part):
+            value = Parts([value], value.slice.box)
+        if isinstance(value, Parts):
+            return self._add_parts(value)
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        if has_parts(value):
+            if not is_dtensor(value):
+                return None
+            with torch.no_grad():
+                return self._add_tensor(local(value), slice_of(value))
+        if value.is_quantized or value.is_meta or value.is_nested:
+            return None
+        return self._add_tensor(value, None)
+
+    def _add_tensor(self, tensor: Tensor, part: Slice | None) -> int:
+        # Parameters that share their memory share it in the snapshot.
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), part
+        if key not in self._indices:
+            self._indices[key] = index = len(self._places)
+            self._places.append(place_of(tensor, part))
+            self._copied[index] = tensor.detach()
+        return self._indices[key]
+
+    def _add_parts(self, parts: Parts) -> int:
+        """Add parts of other snapshots: one that is all that is needed stays where it is."""
+        first, index = parts.parts[0], len(self._places)
+        exact = [each.place for each in parts.parts if each.slice.box == parts.box]
+        if exact:
+            self._places.append(exact[0])
+        else:
+            like = torch.empty(parts.box.shape, dtype=first.tensor.dtype, device="meta")
+            self._places.append(place_of(like, Slice(parts.box, first.slice.shape)))
+            self._copied[index] = parts
+        return index
+
+    def take(self) -> Snapshot:
+        """Copy the tensors that have changed since the version before; return the snapshot."""
+        places, block = self._places.copy(), Block(self._memory, self.size)
+        for index, source in self._copied.items():
+            places[index] = self._placed(index, source, block)
+        earlier = {} if self._before is None else self._before.blocks
+        kept_places = [places[each] for each in self._copied if places[each].block in earlier]
+        if _is_sparse(kept_places, earlier):
+            self._before = None  # all into one block again
+            return self.take()
+        blocks = {**earlier, block.name: block.written}
+        for each in self._others:
+            blocks |= each.blocks
+        names = {each.block for each in places}
+        kept = frozenset[str]().union(*(each.kept for each in self._others))
+        found = {each: blocks[each] for each in names}
+        return Snapshot(self._file.getvalue(), tuple(places), found, kept & names)
+
+    def _placed(self, index: int, source: "Tensor | Parts", block: "Block") -> Place:
+        """Return the place of a tensor: where it was, if it is as it was."""
+        place, was = self._places[index], self._earlier(index)
+        if was is None:
+            return block.add(place, source)
+        if isinstance(source, Tensor) and _is_dense(source, place):
+            return self._kept(index) if _is_equal(source, was) else block.add(place, source)
+        found = block.add(place, source)  # of another device, or with gaps: can be compared now
+        if not _is_equal(found.view({block.name: block.data}), was):
+            return found
+        block.used = found.start
+        return self._kept(index)
+
+    def _earlier(self, index: int) -> Tensor | None:
+        """Return the tensor in the version before, if it is one of the same kind and large."""
+        before, place = self._before, self._places[index]
+        if before is None or place.size < MIN_KEPT or index >= len(before.places):
+            return None
+        was = before.places[index]
+        if was is None or was._replace(block="", start=0, checksum=None) != place:
+            return None
+        return was.view(before.blocks)
+
+    def _kept(self, index: int) -> Place:
+        assert self._before is not None
+        was = self._before.places[index]
+        assert was is not None
+        if was.checksum is None:
+            was = was._replace(checksum=checksum(was.bytes_in(self._before.blocks)))
+        return was
+
+
+class Block:
+    """A block that is being written.
+
+    Attributes:
+        used: bytes that are in use.
+    """
+
+    def __init__(self, memory: "Memory", size: int) -> None:
+        self.name = secrets.token_hex(8)
+        self.data = memory.take(size)
+        self.used = 0
+
+    @property
+    def written(self) -> Tensor:
+        """Return the bytes that are in use."""
+        return self.data[: self.used]
+
+    def add(self, place: Place, source: "Tensor | Parts") -> Place:
+        """Copy a tensor, or parts of one, to the end; return its place here."""
+        found = place._replace(block=self.name, start=self.used)
+        target = found.view({self.name: self.data})
         with torch.no_grad():
-            for place, tensor in writer.tensors:
-                place.view(data).copy_(tensor)
+            if isinstance(source, Tensor):
+                target.copy_(source)
+            else:
+                source.copy_to(target)
+        self.used += _aligned(place.size)
+        return found
 
-    return Snapshot(file.getvalue(), data), copy
+
+def _is_dense(tensor: Tensor, place: Place) -> bool:
+    """Return whether the bytes in memory are those of its copy at a place."""
+    is_plain = tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and tensor.stride() == place.strides
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two dense CPU tensors of one shape have the same bytes, be they NaN."""
+    compare = ctypes.CDLL(None).memcmp  # ends at the first difference, and lets other threads run
+    places = ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr())
+    return bool(compare(*places, ctypes.c_size_t(one.nbytes)) == 0)
+
+
+def _is_sparse(kept: Sequence[Place], blocks: Mapping[str, Tensor]) -> bool:
+    """Return whether what is kept of earlier blocks is less than half of them, or in too many."""
+    used = {each.block for each in kept}
+    size = sum(len(blocks[each]) for each in used)
+    return len(used) > MAX_BLOCKS or size > 2 * sum(_aligned(each.size) for each in kept)
+
+
+def has_parts(tensor: Tensor) -> bool:
+    """Return whether it is of a subclass whose elements are in other tensors."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+class Memory:
+    """Memory that snapshots use again once nothing refers to it. At most one free block is kept.
+
+    The first write into new memory costs more than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, size: int) -> Tensor:
+        """Return a tensor of so many bytes, in memory that is free."""
+        if size < SMALL:
+            return torch.empty(size, dtype=torch.uint8)
+        block = self._free.pop() if self._free else None
+        if block is None or len(block) != size:
+            # Private: a forked child keeps what it has seen.
+            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = (ctypes.c_char * size).from_buffer(block)
+        # `torch.frombuffer` keeps the buffer until its last storage is freed, in any thread.
+        weakref.finalize(buffer, self._give_back, block).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        self._free[:] = [block]
+
+
+# ── the tensors of a tree by their names, so that an error can name one ─────────────────────────
+
+
+def tensors(
+    tree: Any, kind: type | tuple[type, ...] = Tensor, name: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Return each tensor, or object of another kind, in mappings, sequences and dataclasses."""
+    if isinstance(tree, kind):
+        yield name or "the tree", tree
+        return
+    for key, value in _items(tree):
+        yield from tensors(value, kind, f"{name}{key}")
+
+
+def _items(tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        yield from ((f"[{index}]", value) for index, value in enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree)]
+        yield from ((f".{name}", getattr(tree, name)) for name in names)
+
+
+def shapes(tree: Any) -> dict[str, Size]:
+    """Return the shape of each tensor, by its name in the tree.
+
+    Raises:
+        TypeError: if a module, an optimizer or a generator is in it: followers could not put that
+            into theirs.
+    """
+    found = dict[str, Size]()
+    for name, each in tensors(tree, (Tensor, nn.Module, Optimizer, Generator)):
+        if not isinstance(each, Tensor):
+            kind = type(each).__name__
+            where = "" if name == "the tree" else f" at {name}"
+            text = "a version is a tree of tensors, such as `model.state_dict()`"
+            raise TypeError(f"{text}; got {kind}{where}")
+        found[name] = each.shape
+    return found
+
+
+def check_shapes(first: Mapping[str, Size], tree: Any) -> None:
+    """Check that a tree has each tensor of the first version, in its shape.
+
+    It may have more, such as those of an optimizer that has made its first step.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    found = shapes(tree)
+    for place, shape in first.items():
+        if place not in found:
+            raise ValueError(f"a version must have the tensors of the first one, lacks {place}")
+        if found[place] != shape:
+            raise ValueError(
+                f"a version must have the shapes of the first one: {place} must be "
+                f"{tuple(shape)}, got {tuple(found[place])}"
+            )

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 
 from .admission import Admission, Ticket
-from .waiting import Changes, Line
+from .waiting import Changes, Line, ends_at_leave
 
 _limits: "weakref.WeakValueDictionary[str, StalenessLimit]" = weakref.WeakValueDictionary()
 
@@ -63,6 +63,7 @@ class StalenessLimit:
         """Return how many versions the oldest rollout that runs is behind."""
         return self._admission.staleness
 
+    @ends_at_leave
     @contextlib.asynccontextmanager
     async def ticket(self) -> AsyncIterator[Ticket]:
         """Wait until a rollout may start, in the order of arrival; `async with` its ticket.

@@ -37,6 +37,15 @@ class Versions(Generic[T]):
         """Return the number of the newest version."""
         return next(reversed(self._kept))
 
+    @property
+    def oldest(self) -> int:
+        """Return the number of the oldest version that is kept."""
+        return next(iter(self._kept))
+
+    def all(self) -> list[T]:
+        """Return the versions that are kept."""
+        return [*self._kept.values()]
+
     def add(self, content: T) -> int:
         """Add a version; return its number, which is higher than every number seen."""
         self._published = True
@@ -59,11 +68,6 @@ class Versions(Generic[T]):
             _, content = self._kept.popitem()
             self.add(content)
         return self._published
-
-    def newer_than(self, number: int) -> tuple[int, T] | None:
-        """Return the newest version if it is newer than `number`."""
-        newest = self.newest
-        return (newest, self._kept[newest]) if newest > number else None
 
     def get(self, number: int) -> T:
         """Return a version that is kept.

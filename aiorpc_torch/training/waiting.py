@@ -7,8 +7,20 @@ are confined to one event loop. (tests/unit/training/test_waiting.py)
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from .. import CallTimeout, seconds_left
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ends_at_leave(function: F) -> F:
+    """Let calls of a function that waits end at once, with WorkerLeft, as its worker leaves.
+
+    They would hold up `me.leave()` for its `stop_timeout`, and nothing more can come.
+    """
+    vars(function)["__aiorpc_waits__"] = True  # the server looks for it
+    return function
 
 
 async def _bounded(future: "asyncio.Future[None]", what: str, state: object) -> None:

@@ -1,20 +1,31 @@
 """The publisher of versioned weights: `Weights`."""
 
 import asyncio
+import functools
 import logging
 import secrets
+from collections.abc import Collection
 from typing import Any
 
-from torch import nn
-
-from .memory import Memory
-from .relays import Hosts, Version
-from .shapes import check_shapes, shapes
-from .snapshots import Snapshot, snapshot, snapshot_in_thread
+from .joining import Cuts
+from .relays import Hosts, Version, version_of
+from .shards import Slice, Wanted
+from .snapshots import (
+    Memory,
+    Snapshot,
+    check_shapes,
+    in_thread,
+    shapes,
+    snapshot,
+    snapshot_in_thread,
+)
 from .versions import Versions
-from .waiting import Changes, Line
+from .waiting import Changes, Line, ends_at_leave
 
 log = logging.getLogger("aiorpc_torch")
+
+NOTHING: Wanted = {}
+"""No wish for slices: all tensors are wanted whole."""
 
 
 class Weights:
@@ -25,29 +36,32 @@ class Weights:
         version = await weights.publish(model.state_dict())
 
     A version is an immutable copy. It is announced once it is whole. Followers of one host that
-    wait for a version share one transfer. Slow followers skip versions. Use it on the event loop of
-    its worker.
+    wait for a version share one transfer. Slow followers skip versions. Tensors of 64 KiB and more
+    that have not changed since the version before are found by their bytes, and not sent again. Use
+    it on the event loop of its worker.
 
     Args:
         tree: the first version: a tree of tensors, such as a state dict. Other values in it are
-            pickled.
+            pickled. Of a DTensor, this process publishes its shard.
         keep: number of versions that stay in memory. One that is still being sent stays until then.
         version: number of the first version, such as that of a checkpoint.
 
     Raises:
         ValueError: if `keep` or `version` is invalid.
-        TypeError: if `tree` is a module, or has DTensors.
+        TypeError: if a module, an optimizer or a generator is in `tree`, or a DTensor that is
+            neither sharded nor replicated.
     """
 
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
         self._memory = Memory()
-        first = snapshot(_checked(tree), self._memory)
         self._shapes = shapes(tree)
+        first = snapshot(tree, self._memory)
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
         self._hosts = Hosts()
         self._token = secrets.token_hex(8)
         self._changes = Changes()
         self._publishing = Line()
+        self._cuts, self._cutting = Cuts(), asyncio.Lock()
         self._is_publishing = False
         self._is_overtaken = False
 
@@ -70,14 +84,17 @@ class Weights:
             tree: a tree of tensors, as the first version.
 
         Raises:
-            TypeError: if `tree` is a module, or has DTensors.
+            TypeError: if a module, an optimizer or a generator is in `tree`, or a DTensor that is
+                neither sharded nor replicated.
             ValueError: if it lacks a tensor of the first version, or has it in another shape.
         """
-        check_shapes(self._shapes, _checked(tree))
+        check_shapes(self._shapes, tree)
         await self._publishing.turn(lambda: not self._is_publishing, "publish()")
         self._is_publishing = True
         try:
-            number = self._versions.add(await snapshot_in_thread(tree, self._memory))
+            before = self._versions.get(self.version)
+            number = self._versions.add(await snapshot_in_thread(tree, self._memory, before))
+            self._cuts.forget({name for each in self._versions.all() for name in each.blocks})
         finally:
             self._is_publishing = False
             self._publishing.notify()
@@ -105,18 +122,52 @@ class Weights:
         relay = self._hosts.relay_for(host, worker, lost)
         return relay, f"relay {self._token}"
 
-    async def newest(self, seen: int) -> int:
-        """Return the number of the newest version, to a follower that has `seen` that one."""
-        self._see(seen)
-        return self.version
+    @ends_at_leave
+    async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:
+        """Wait for version `least`; return the numbers of the oldest and the newest that is kept.
 
-    async def after(self, seen: int) -> Version:
-        """Wait until a version is newer than `seen`; return the newest, for a follower."""
+        Args:
+            seen: the newest version that the follower has.
+            least: the version that it waits for.
+        """
+        self._see(seen)
+        await self._changes.until(lambda: self.version >= least, "the wait for a version")
+        return self._versions.oldest, self.version
+
+    async def slices(self) -> dict[str, Slice]:
+        """Return what is here of each tensor, by its name in the tree."""
+        return self._versions.get(self.version).slices()
+
+    @ends_at_leave
+    async def after(
+        self, seen: int, has: Collection[str] = (), wanted: Wanted = NOTHING
+    ) -> Version:
+        """Wait until a version is newer than `seen`; return the newest, for a follower.
+
+        Args:
+            seen: the newest version that the follower has.
+            has: names of the blocks that it has, which are not sent again.
+            wanted: the slices that it wants of some tensors.
+        """
         self._see(seen)
         await self._changes.until(lambda: self.version > seen, "the wait for a version")
+        return await self.get(self.version, has, wanted)
+
+    async def get(
+        self, number: int, has: Collection[str] = (), wanted: Wanted = NOTHING
+    ) -> Version:
+        """Return a version that is kept, for a follower.
+
+        Raises:
+            LookupError: if it is not kept.
+        """
         # Results that many calls return in one step of the event loop are copied once.
-        number = self.version
-        return number, *self._versions.get(number)
+        version = self._versions.get(number)
+        if wanted:
+            async with self._cutting:  # once for all hosts that want the same
+                cut = functools.partial(self._cuts.cut, version, wanted)
+                version = await in_thread(cut, version.size)
+        return version_of(number, version, has)
 
     def _see(self, number: int) -> None:
         if number > self._versions.newest and not self._is_overtaken:
@@ -129,11 +180,3 @@ class Weights:
             )
         if self._versions.see(number):
             self._changes.notify()
-
-
-def _checked(tree: Any) -> Any:
-    """Return a tree that is no module: followers could not put that into theirs."""
-    if isinstance(tree, nn.Module):
-        kind = type(tree).__name__
-        raise TypeError(f"a version is a tree of tensors, such as `model.state_dict()`, got {kind}")
-    return tree

@@ -1,14 +1,18 @@
 """Workers that leave before their blocks end: `me.leave()`."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLeft, call
 from aiorpc_torch.testing import world
+from aiorpc_torch.training import Replay, Weights, follow, recover
 from aiorpc_torch.types import Worker
+from tests.support.slack import SLACK
 from tests.support.two_ends import until
 
 SOON = 30.0
@@ -69,3 +73,36 @@ async def test_the_first_worker_of_a_local_world_leaves() -> None:
     async with asyncio.timeout(SOON), world(["a"]) as me:
         await me.leave()
         assert await call("a", abs, -1) == 1
+
+
+async def hand_over(me: Worker) -> object:
+    """Rank 1 publishes and leaves; rank 2 goes on with what rank 0 has followed meanwhile."""
+    if me.name == "worker1":
+        aiorpc.register("replay", Replay())
+        aiorpc.register("policy", Weights({"x": torch.ones(1)}, version=1))
+        waits = {"Weights.after", "Replay.sample", "watch_name"}
+        await until(lambda: waits <= {each.method for each in aiorpc.observe.pending()})
+        begun = time.monotonic()
+        await me.leave()
+        assert time.monotonic() - begun < SLACK  # calls that run would get 10 s
+        return None
+    if me.name == "worker2":
+        await anext(me.changes())
+        found = await recover("policy")
+        assert found is not None
+        weights = Weights(found.tree, version=found.version)
+        aiorpc.register("policy", weights)
+        return await weights.publish({"x": torch.full((1,), 2.0)})
+    policy = await follow("policy")
+    replay = aiorpc.remote(await aiorpc.lookup("replay"))
+    refused = asyncio.gather(
+        replay.sample(1), aiorpc.lookup("nothing", on="worker1"), return_exceptions=True
+    )
+    version = await policy.wait(2)
+    return [version, policy.state["x"].tolist(), [type(each).__name__ for each in await refused]]
+
+
+@pytest.mark.promise("training.handed_over")
+def test_a_publisher_that_leaves() -> None:
+    """Who waits for it does not hold it up; followers keep its version, and go on with the next."""
+    assert aiorpc.run_local(hand_over, 3) == [2, [2.0], ["WorkerLeft", "WorkerLeft"]]

@@ -97,11 +97,18 @@ async def learn(names: dict[str, Any]) -> None:
                 await names["replay"].insert(item)
 
 
+TRAINERS = ["trainer0", "trainer1"]
+
+
+async def publish_on_a_trainer(fragment: str) -> None:
+    exec(fragment, {"aiorpc": aiorpc, "Weights": training.Weights, "model": nn.Linear(4, 2)})
+
+
 @pytest.mark.slow
 async def test_fragments_on_training_run(workers: Workers) -> None:
     """One after another: the later ones use what the first ones have made."""
     await enter_main_first()
-    await workers([], name="learner")
+    await workers(TRAINERS, name="learner")
     names: dict[str, Any] = {"aiorpc": aiorpc}
     names |= {name: getattr(training, name) for name in training.__all__}
     names |= {"model": nn.Linear(4, 2), "transition": 1}
@@ -110,13 +117,20 @@ async def test_fragments_on_training_run(workers: Workers) -> None:
         if "insert(transition" in fragment:
             limit = training.StalenessLimit(max_staleness=2, max_in_flight=1)
             names["ticket"] = await limit.ticket().__aenter__()
+        if "Weights(model.state_dict()))" in fragment:
+            for trainer in TRAINERS:
+                await call(trainer, publish_on_a_trainer, fragment)
+            continue
         is_replaced = "recover(" in fragment  # as if the learner had died
         if is_replaced:
             aiorpc.unregister("policy")
         code = compile(fragment, "training", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if inspect.isawaitable(result := eval(code, {**names} if is_replaced else names)):
+        own = {**names} if is_replaced or "on=[" in fragment else names
+        if inspect.isawaitable(result := eval(code, own)):
             async with asyncio.timeout(30.0):
                 await result
+        if "on=[" in fragment:
+            await own["policy"].aclose()
         if is_replaced:
             aiorpc.unregister("policy")
             aiorpc.register("policy", names["weights"])

@@ -23,6 +23,7 @@ OUTPUT = {
     "parameter_server": ["trained: True"],
     "pipeline": ["learned: True"],
     "recover": ["version 1, step 200, learned: True", "version 2, step 400, learned: True"],
+    "shards": ["version 1, learned: True"],
     "stream": ["all: a0 a1 a2 a3", "closed: both", "left at: b2", "sum: 4950"],
     "supervised": [
         "<supervised Env on env0, incarnation 1>",

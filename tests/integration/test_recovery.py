@@ -93,6 +93,33 @@ async def test_followers_that_are_behind_or_die() -> None:
         assert await recover("policy") is None
 
 
+@pytest.mark.promise("training.recover")
+async def test_two_that_claim_to_be_the_learner() -> None:
+    """A follower keeps to one of them; it goes on with the other, never back."""
+    async with world(["one", "two"]), asyncio.timeout(LONG):
+        await call("one", learn, 3)
+        policy = await follow("policy")
+        assert await call("two", claim) == 0
+        await call("one", learn, 1)
+        assert (await policy.update(), policy.state["x"].tolist()) == (4, [4.0] * 4)
+        kill("one")
+        assert await call("two", publish_claim) >= 1
+        assert await policy.wait(5) == 5
+        assert policy.state["x"].tolist() == [-1.0] * 4
+        await policy.aclose()
+
+
+async def claim() -> int:
+    """Register weights of the same name, without `recover`."""
+    kept["weights"] = Weights({"x": torch.zeros(4)})
+    aiorpc.register("policy", kept["weights"])
+    return int(kept["weights"].version)
+
+
+async def publish_claim() -> int:
+    return int(await kept["weights"].publish({"x": -torch.ones(4)}))
+
+
 async def stop_following() -> None:
     """Keep the version that is there."""
     await kept["follower"].aclose()
@@ -141,8 +168,8 @@ async def beginning_anew() -> int:
     log.addHandler(handler)
     try:
         weights = Weights({"x": torch.zeros(3)})
-        assert await weights.newest(5) == 0
-        assert await weights.newest(6) == 0
+        assert await weights.kept(5) == (0, 0)
+        assert await weights.kept(6) == (0, 0)
     finally:
         log.removeHandler(handler)
     return len([each for each in caught if "await recover(name)" in each])

@@ -13,6 +13,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, WorkerLost, register, remote, timeout
 from aiorpc_torch.training import Follower, Weights, follow, snapshots
+from aiorpc_torch.training.relays import Version
 from tests.support.copies_inside import count_copies
 from tests.support.followers import Net
 
@@ -142,10 +143,10 @@ async def test_publications_that_are_cancelled_or_fail(
     """Nothing of them is announced, and others go on in their order."""
     weights, entered, leave = published(), asyncio.Event(), asyncio.Event()
 
-    async def gated(function: object) -> None:
+    async def gated(function: Callable[[], object]) -> object:
         entered.set()
         await leave.wait()
-        function()  # type: ignore[operator]
+        return function()
 
     monkeypatch.setattr(snapshots, "COPY_ON_LOOP", 0)
     monkeypatch.setattr(asyncio, "to_thread", gated)
@@ -169,7 +170,7 @@ async def test_a_version_does_not_change_inside_of_hold(following: Following) ->
     async with policy.hold() as version:
         await publish(weights)
         updating = asyncio.create_task(remote(RRef(policy)).update())
-        await remote(RRef(weights)).newest(0)
+        await remote(RRef(weights)).kept(0)
         assert (version, net.values()) == (0, {0.0})
         with pytest.raises(RuntimeError, match="inside of hold"):
             await policy.update()
@@ -177,6 +178,43 @@ async def test_a_version_does_not_change_inside_of_hold(following: Following) ->
             policy.hold().__enter__()
     assert await updating == 1
     assert net.values() == {1.0}
+
+
+class Counting(Weights):
+    """Counts the bytes of tensors that are sent."""
+
+    sent = 0
+
+    async def get(self, *given: Any) -> Version:
+        found = await super().get(*given)
+        self.sent = sum(map(len, found[2].values()))
+        return found
+
+
+@pytest.mark.promise("training.unchanged")
+async def test_tensors_that_have_not_changed(following: Following) -> None:
+    """They are not sent again, unless this process has written into them."""
+    base, adapter = torch.arange(300_000.0), torch.zeros(30_000)
+    weights = Counting({"base": base, "adapter": adapter})
+    register("policy", weights)
+    into = {"base": torch.zeros(300_000), "adapter": torch.zeros(30_000)}
+    policy = await following(into=into)
+    assert weights.sent >= base.nbytes + adapter.nbytes
+    for version in range(1, 5):
+        await weights.publish({"base": base.clone(), "adapter": adapter + version})
+        assert await policy.wait(version) == version
+        assert weights.sent < adapter.nbytes + 100
+        assert into["adapter"].eq(version).all()
+        assert torch.equal(into["base"], base)
+    into["base"].data[7] = -1.0  # as an optimizer of this process would
+    await weights.publish({"base": base, "adapter": adapter})
+    assert await policy.wait(5) == 5
+    assert torch.equal(into["base"], base)
+    assert torch.equal(weights.state()["base"], base)
+    base[299_999] += 1
+    await weights.publish({"base": base, "adapter": adapter})
+    assert await policy.wait(6) == 6
+    assert torch.equal(into["base"], base)
 
 
 @pytest.mark.promise("training.deadlines")
@@ -239,11 +277,22 @@ async def test_a_version_of_other_shapes_is_not_published(following: Following) 
 
 
 async def test_what_is_no_tree_no_place_and_no_publisher(following: Following) -> None:
-    with pytest.raises(TypeError, match=r"such as `model.state_dict\(\)`, got Net"):
-        Weights(Net())
+    optimizer = torch.optim.SGD(Net().parameters())
+    for tree, what in (
+        (Net(), "Net"),
+        (optimizer, "SGD"),
+        (Net().parameters(), "generator"),
+        ({"model": {"parts": [Net()]}}, r"Net at \['model'\]\['parts'\]\[0\]"),
+    ):
+        with pytest.raises(TypeError, match=rf"such as `model.state_dict\(\)`; got {what}$"):
+            Weights(tree)
     weights = published()
     with pytest.raises(TypeError, match="got Net"):
         await weights.publish(Net())
+    register("all", Weights({"model": Net().state_dict(), "step": 1}))
+    remedy = r"step; for a part, into=lambda tree: model.load_state_dict\(tree\['model'\]\)"
+    with pytest.raises(ValueError, match=remedy):
+        await follow("all", into=Net())
     assert weights.version == 0
     with pytest.raises(TypeError, match="into must be a module, a dict of tensors or a function"):
         await following(into=[])
@@ -272,7 +321,7 @@ async def test_the_end_of_a_follower(following: Following) -> None:
 async def test_a_follower_tells_what_it_has(world: aiorpc.types.Worker) -> None:
     """A publisher that begins again goes on with higher numbers."""
     weights = published(3.0)
-    assert await remote(RRef(weights)).newest(57) == 0
+    assert await remote(RRef(weights)).kept(57) == (0, 0)
     assert await publish(weights) == 58
     register("replacement", other := Weights(Net().state_dict()))
     await publish(other)

@@ -43,9 +43,9 @@ class Counting(Weights):
 
     asked = 0
 
-    async def after(self, seen: int) -> Version:
+    async def get(self, number: int, *options: Any) -> Version:
         self.asked += 1
-        return await super().after(seen)
+        return await super().get(number, *options)
 
 
 class Learner:
@@ -127,7 +127,7 @@ class Actor:
 
     async def relay(self) -> str | None:
         """Return the worker from which versions come, None for the learner's."""
-        return self.policy._receiver._relay
+        return self.policy._receiver.relays[0]
 
     async def close(self) -> None:
         await self.policy.aclose()

@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from aiorpc_torch.training.memory import SMALL, Memory
+from aiorpc_torch.training.snapshots import SMALL, Memory
 
 
 def test_it_is_used_again_once_nothing_refers_to_it() -> None:

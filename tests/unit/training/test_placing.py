@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from aiorpc_torch.training.holds import Holds
-from aiorpc_torch.training.placing import ForwardHolds, place
+from aiorpc_torch.training.placing import ForwardHolds, needed_by, place
+from aiorpc_torch.training.shards import Box
 from aiorpc_torch.training.snapshots import snapshot
 
 
@@ -81,17 +82,25 @@ def test_values_are_copied_into_inference_tensors() -> None:
     assert tensors["a"].tolist() == [1, 1]
 
 
-@pytest.mark.promise("training.dtensors")
-def test_dtensors_are_refused(sharded: torch.Tensor) -> None:
-    before = sharded.full_tensor().clone()  # type: ignore[attr-defined]
+@pytest.mark.promise("training.shards")
+def test_a_dtensor_keeps_its_memory(sharded: torch.Tensor) -> None:
     for each in (sharded, nn.Parameter(sharded)):
-        with pytest.raises(TypeError, match=r"'a' of `into` is a DTensor.*distribute_tensor"):
-            place({"a": torch.ones(8)}, {"a": each})
-        for tree in ({"a": each}, [each]):
-            with pytest.raises(TypeError, match=r"call `full_tensor\(\)` of each"):
-                snapshot(tree)
-    assert torch.equal(sharded.full_tensor(), before)  # type: ignore[attr-defined]
-    assert torch.equal(snapshot(before).load(), before)
+        assert needed_by({"a": each, "b": torch.ones(2)}) == {"['a']": Box((0,), (8,))}
+        place({"a": torch.full((8,), 5.0)}, {"a": each})
+        assert sharded.to_local().tolist() == [5.0] * 8  # type: ignore[attr-defined]
+        sharded.to_local().zero_()  # type: ignore[attr-defined]
+        found = snapshot([each]).load()[0]
+        assert torch.equal(found, torch.zeros(8))
+    with pytest.raises(ValueError, match=r"\(2,\) in the version, \(8,\) in"):
+        place({"a": torch.ones(2)}, {"a": sharded})
+
+
+@pytest.mark.promise("training.shards")
+def test_sums_that_are_pending_are_refused(sharded: torch.Tensor) -> None:
+    mesh = sharded.device_mesh  # type: ignore[attr-defined]
+    pending = DTensor.from_local(torch.ones(8), mesh, [Partial()])
+    with pytest.raises(TypeError, match=r"of Shard and Replicate, got .*call `redistribute\(\)`"):
+        snapshot([pending])
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiorpc_torch.training.shapes import check_shapes, shapes
+from aiorpc_torch.training.snapshots import check_shapes, shapes
 
 
 @dataclass

@@ -11,7 +11,16 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from aiorpc_torch.training import snapshots
-from aiorpc_torch.training.snapshots import COPY_ON_LOOP, snapshot, snapshot_in_thread
+from aiorpc_torch.training.snapshots import (
+    COPY_ON_LOOP,
+    MAX_BLOCKS,
+    MIN_KEPT,
+    Memory,
+    Snapshot,
+    _Taking,
+    snapshot,
+    snapshot_in_thread,
+)
 from tests.support.tensor_kinds import Pair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
@@ -48,7 +57,7 @@ def test_it_is_a_copy() -> None:
 def test_tensors_that_share_their_memory_share_it_in_the_snapshot() -> None:
     shared = torch.ones(1000)
     taken = snapshot({"a": shared, "b": shared})
-    assert len(taken.data) < 2 * shared.nbytes
+    assert taken.size < 2 * shared.nbytes
     found = taken.load()
     found["a"][0] = 5
     assert found["b"][0] == 5
@@ -84,9 +93,9 @@ def test_any_tensors(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
 async def test_large_ones_are_copied_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
 
-    async def to_thread(function: Any) -> None:
+    async def to_thread(function: Any) -> Any:
         used.append(function)
-        function()
+        return function()
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     await snapshot_in_thread(torch.ones(COPY_ON_LOOP // 4))
@@ -101,3 +110,42 @@ def test_tensors_around_tensors_are_pickled() -> None:
     pairs = [Pair(torch.full((3,), float(i)), torch.ones(2)) for i in range(2)]
     one, other = snapshot(pairs).load()
     assert (one.first.tolist(), other.first.tolist()) == ([0.0] * 3, [1.0] * 3)
+
+
+@pytest.mark.promise("training.unchanged")
+@given(st.lists(st.sets(st.integers(0, 5)), max_size=30))
+def test_versions_after_each_other(steps: list[set[int]]) -> None:
+    """Whatever changes in each: they are as they were published, and keep few blocks."""
+    memory = Memory()
+    tensors = [torch.zeros(MIN_KEPT // 4 * (1 + number)) for number in range(5)]
+    tensors.append(torch.zeros(MIN_KEPT // 4, 6)[:, ::2])  # compared once it is copied
+    last = snapshot(tensors, memory)
+    for number, changed in enumerate(steps, 1):
+        for index in changed:
+            tensors[index][-1 - number] = float("nan") if number % 3 else number
+        taken = _Taking(tensors, memory, last).take()
+        found = taken.load()
+        for one, other in zip(found, tensors, strict=True):  # also of NaN
+            assert torch.equal(one.view(torch.int32), other.contiguous().view(torch.int32))
+        new = sum(len(data) for name, data in taken.blocks.items() if name not in last.blocks)
+        size = sum(each.nbytes for each in tensors)
+        assert new in (size, sum(tensors[index].nbytes for index in changed))
+        assert len(taken.blocks) <= 1 + MAX_BLOCKS
+        assert taken.size <= 3 * size
+        assert not taken.changed()
+        last = taken
+
+
+def test_what_was_changed_here() -> None:
+    """A checksum differs for one word, and for two that have changed places."""
+    first = snapshot({"a": torch.arange(500_000.0), "b": torch.ones(3)})
+    second = _Taking({"a": torch.arange(500_000.0), "b": torch.ones(3)}, Memory(), first).take()
+    received = Snapshot.received(second.head, second.but(first.blocks), first.blocks)
+    assert received.kept == {*first.blocks}
+    assert not received.changed()
+    tensor = received.load()["a"]
+    for one, other in ((0, 7), (3, 499_999), (7, 8 + 2048), (499_998, 499_999)):
+        tensor[[one, other]] = tensor[[other, one]]
+        assert received.changed() == received.kept
+        tensor[[one, other]] = tensor[[other, one]]
+        assert not received.changed()

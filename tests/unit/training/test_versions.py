@@ -9,10 +9,10 @@ from aiorpc_torch.training.versions import Versions
 def test_the_first_version_and_those_after_it() -> None:
     versions = Versions("a")
     assert versions.newest == 0
-    assert versions.newer_than(-1) == (0, "a")
-    assert versions.newer_than(0) is None
+    assert (versions.oldest, versions.all()) == (0, ["a"])
     assert [versions.add("b"), versions.add("c")] == [1, 2]
-    assert versions.newer_than(0) == (2, "c")
+    assert (versions.newest, versions.get(2)) == (2, "c")
+    assert (versions.oldest, versions.all()) == (1, ["b", "c"])
 
 
 def test_as_many_are_kept_as_may_be() -> None:
@@ -35,7 +35,6 @@ def test_a_replacement_is_told_before_it_publishes() -> None:
     versions = Versions("first")
     assert not versions.see(57)
     assert versions.newest == 0  # nobody goes back to it
-    assert versions.newer_than(57) is None
     assert versions.add("next") == 58
 
 
@@ -43,7 +42,7 @@ def test_a_replacement_is_told_after_it_has_published() -> None:
     versions = Versions("first")
     assert versions.add("next") == 1
     assert versions.see(57)
-    assert versions.newer_than(57) == (58, "next")
+    assert (versions.newest, versions.get(58)) == (58, "next")
     assert not versions.see(57)
     assert not versions.see(58)
     assert versions.add("last") == 59
@@ -69,10 +68,7 @@ def test_every_follower_sees_higher_numbers_only(
         if published:
             seen[follower] += more
         versions.see(seen[follower])
-        found = versions.newer_than(seen[follower])
-        if found is not None:
-            assert found[0] > seen[follower]
-            assert found[1] == published
-            seen[follower] = found[0]
-        assert (found is not None) or seen[follower] >= versions.newest
+        if versions.newest > seen[follower]:
+            seen[follower] = versions.newest
+            assert versions.get(versions.newest) == published
     assert versions.newest >= published
