@@ -7,7 +7,6 @@ from ._batching.collate import Device as Device
 from ._batching.policies import Policy as Policy
 from ._children.local import LocalWorker as LocalWorker
 from ._client.api import Workers as Workers
-from ._client.group import AnyMember as AnyMember
 from ._client.group_call import GroupCall as GroupCall, GroupResults as GroupResults
 from ._client.group_map import Items as Items, Mappable as Mappable, MapResults as MapResults
 from ._client.named_members import NamedMembers as NamedMembers
@@ -18,6 +17,7 @@ from ._client.proxies import (
     RemoteProxy as RemoteProxy,
     SupervisedProxy as SupervisedProxy,
 )
+from ._client.routes import AnyMember as AnyMember
 from ._client.supervised import Supervised as Supervised
 from ._node.config import OnFailure as OnFailure
 from ._peers.changes import Change as Change

@@ -40,12 +40,12 @@ class ConnectionPool:
 
     Args:
         members: the workers of the world.
-        observer: is told what the connections see of the peers.
         introductions: open the connections.
         max_restarts: restarts of children in a world of one host, None for another world.
 
     Attributes:
         worker: name of this process's worker.
+        observer: is told what the connections see of the peers.
         refusal: why no calls can be made, "" if they can.
     """
 
@@ -59,7 +59,7 @@ class ConnectionPool:
         self.worker = members.name
         self.refusal = entry_points.NO_WORLD
         self._members = members
-        self._observer = observer
+        self.observer = observer
         self._introductions = introductions
         self._max_restarts = max_restarts
         self._devices: Mapping[str, DeviceMapping] = {}  # for each peer
@@ -121,7 +121,7 @@ class ConnectionPool:
             if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
-        connection = Connection(me, peer, next(self._numbers), self._observer, devices)
+        connection = Connection(me, peer, next(self._numbers), self.observer, devices)
         connection.open(self._introductions, self._successor)
         by_peer.setdefault(worker, []).append(connection)
         return connection
@@ -228,8 +228,9 @@ class ConnectionPool:
 
     def ping(self, peer: str) -> None:
         """Ask the event loop of `peer` for a sign of life, on each open connection."""
-        for loop, each in self._connections_to(peer):
-            call_soon(loop, each.ping)
+        for loop, each in self._connections():
+            if each.peer.name == peer:
+                call_soon(loop, each.ping)
 
     def check_paths(self, timeout: float) -> None:
         """End the connections whose path has carried nothing for `timeout` seconds."""
@@ -245,12 +246,9 @@ class ConnectionPool:
         """Return every connection with its event loop. In any thread."""
         return [(loop, each) for loop, by_peer in self._loops() for each in _all(by_peer)]
 
-    def _connections_to(self, peer: str) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
-        return [found for found in self._connections() if found[1].peer.name == peer]
-
     def load(self, owner: str) -> int | None:
         """Return the unanswered calls of this process to an owner of RRefs, None if it is lost."""
-        if self._is_gone(owner) or (penalty := self._observer.penalty(owner)) is None:
+        if self._is_gone(owner) or (penalty := self.observer.penalty(owner)) is None:
             return None
         found = (each for _, by_peer in self._loops() for each in [*by_peer.get(owner, [])])
         return penalty + sum(each.waiting for each in found)
@@ -279,20 +277,6 @@ class ConnectionPool:
         """Return whether a worker is lost."""
         known = self._members.peers.get(worker)
         return known is not None and known.is_lost
-
-    async def wait_until_alive(self, peer: str) -> None:
-        """Wait until a lost peer has rejoined.
-
-        Raises:
-            WorkerLost: if it will not.
-            WorkerLeft: if it has left in order.
-            NotInWorld: once this worker leaves its world.
-        """
-        await self._observer.wait_until_alive(peer)
-
-    async def wait_until_probed(self, peer: str) -> None:
-        """Wait for the ping that follows the end of a connection; the peer is lost if it fails."""
-        await self._observer.wait_until_probed(peer)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 

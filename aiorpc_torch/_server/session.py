@@ -30,6 +30,7 @@ from .._wire.frames import (
     RETIRE,
     SLOT,
     frame,
+    header,
 )
 from .._wire.messages import (
     EncodedResult,
@@ -251,7 +252,7 @@ class Session(Channel):
             else:
                 if self.events:
                     self._end_event(number)
-                self.write(frame(RESULTS, data))
+                self.write(header(len(data), RESULTS) + data)  # as `frame`, of small data
                 return
         self._queue_result((number, kind, cell))
 

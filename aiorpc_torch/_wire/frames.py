@@ -23,7 +23,9 @@ _KINDS = frozenset(range(CALLS, TRANSFERRED + 1))
 HEADER = struct.Struct("<IB")
 HEADER_BYTES = HEADER.size
 
-_header, _read_header = HEADER.pack, HEADER.unpack_from
+_read_header = HEADER.unpack_from
+header = HEADER.pack
+"""Return the header of a frame, given the length of its data, and its kind."""
 
 _INITIAL = 1 << 16  # bytes of the buffer; a larger frame enlarges it
 
@@ -40,7 +42,7 @@ def frame(kind: int, data: bytes) -> bytes:
     """
     if len(data) > MAX_FRAME:
         raise ValueError(f"a frame must have at most {MAX_FRAME} bytes, got {len(data)}")
-    return _header(len(data), kind) + data
+    return header(len(data), kind) + data
 
 
 class FrameReader:

@@ -27,6 +27,7 @@ from aiorpc_torch import (
     max_concurrency,
     paused,
     remote,
+    supervised,
     testing,
 )
 from aiorpc_torch.training import (
@@ -378,6 +379,28 @@ async def group_iterated(scene: Scene) -> Any:
 @operation()
 async def any_of_a_group(scene: Scene) -> Any:
     return await remote(scene.group().any()).echo(1)
+
+
+@operation()
+async def calls_on_routes(_: Scene) -> Any:
+    """Each may take several attempts: of a supervised object, of any member, with retries."""
+    made = await supervised("main", Actor)
+    group = Group([made])
+    calls = remote(made).late(1), remote(group.any(), retries=1).late(2)
+    return await asyncio.gather(*calls, remote(made.rref, retries=1).late(3), _all_of(group))
+
+
+async def _all_of(group: "Group[Any]") -> Any:
+    return await remote(group, retries=1).late(4)
+
+
+@operation()
+async def streams_on_routes(scene: Scene) -> Any:
+    made = await supervised("main", Actor)
+    group = Group([made, scene.actor()])
+    count = await _count(remote(made).items, 2, SMALL)
+    count += await _count(remote(group.any(), retries=1).items, 2, SMALL)
+    return count, [item async for item in group.map(Actor.echo, range(3))]
 
 
 @operation(ways=TENSOR_WAYS)
