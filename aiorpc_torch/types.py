@@ -3,6 +3,7 @@
 async def main(me: aiorpc.types.Worker) -> None: ...
 """
 
+from ._aio.places import Line as Line
 from ._batching.collate import Device as Device
 from ._batching.policies import Policy as Policy
 from ._children.local import LocalWorker as LocalWorker
@@ -23,6 +24,7 @@ from ._node.config import OnFailure as OnFailure
 from ._peers.changes import Change as Change
 from ._server.exports import Export as Export
 from ._torch.devices import DeviceMaps as DeviceMaps
+from ._wire.standing import Standing as Standing, Standings as Standings
 from ._world.thread import WorkerThread as WorkerThread
 from ._world.worker import Worker as Worker
 from .errors import RemoteTraceback as RemoteTraceback
@@ -38,6 +40,7 @@ __all__ = (
     "GroupProxy",
     "GroupResults",
     "Items",
+    "Line",
     "LocalWorker",
     "MapResults",
     "Mappable",
@@ -46,6 +49,8 @@ __all__ = (
     "Policy",
     "RemoteProxy",
     "RemoteTraceback",
+    "Standing",
+    "Standings",
     "Supervised",
     "SupervisedProxy",
     "Worker",

@@ -8,11 +8,13 @@ import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from functools import partial
 from sys import modules
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .._aio.deadlines import (
     ANYIO_BACKEND,
+    ForeseenTimer,
     anyio_scope_deadline,
     call_at,
     current_deadline,
@@ -28,7 +30,7 @@ from .._wire.targets import CreateTarget, Target, call_name, target_name
 from ..errors import CallTimeout, WorkerGone
 from .answers import raise_aborted
 from .connection import Connection
-from .pending import cancel, expire
+from .pending import cancel, expire, foresee
 from .pool import WorkerRef, connection_to
 from .stream_reader import StreamReader
 
@@ -159,7 +161,7 @@ class RemoteCall(LazyCall[Any]):
         timer = None
         if due is not None:
             left = due - time.monotonic()
-            timer = call_at(due, left, expire, future, left)
+            timer = call_at(due, left, foresee, expire, future, left)
         try:
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
@@ -192,7 +194,7 @@ class RemoteCall(LazyCall[Any]):
         reader.enters, timer = enters, None
         if due is not None:  # of its own: the stream may outlive the block of the deadline
             left = due - time.monotonic()
-            timer = asyncio.get_running_loop().call_later(left, expire, reader, left)
+            timer = ForeseenTimer(left, partial(foresee, reader), partial(expire, reader))
         return RemoteStream(reader, bound, timer)
 
     # ── entered ─────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +268,7 @@ class RemoteStream(ItemIterator[Any]):
     """The items of a remote generator. If the consumer leaves early, the generator is closed."""
 
     def __init__(
-        self, reader: StreamReader, bound: float | None, timer: asyncio.TimerHandle | None
+        self, reader: StreamReader, bound: float | None, timer: ForeseenTimer | None
     ) -> None:
         super().__init__()
         self._loop = asyncio.get_running_loop()
@@ -306,7 +308,7 @@ class RemoteStream(ItemIterator[Any]):
             call(_cancel, self._reader, self._timer)
 
 
-def _cancel(reader: StreamReader, timer: asyncio.TimerHandle | None) -> None:
+def _cancel(reader: StreamReader, timer: ForeseenTimer | None) -> None:
     cancel(reader)
     if timer is not None:
         timer.cancel()

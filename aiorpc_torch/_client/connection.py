@@ -19,7 +19,7 @@ from itertools import islice
 from sys import modules
 from typing import Any
 
-from .._aio.deadlines import in_seconds
+from .._aio.deadlines import in_seconds, notice_of
 from .._aio.tasks import InlineFuture, resume_all
 from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
@@ -38,6 +38,7 @@ from .._wire.frames import (
     CALLS,
     RESULTS,
     RETIRE,
+    WHERE,
     frame,
     header,
 )
@@ -59,6 +60,7 @@ from .answers import error_of_close
 from .call_encoder import PICKLED, CallEncoder
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
+from .questions import Questions
 from .sender import CallSender
 from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
@@ -115,6 +117,9 @@ class Connection(Channel):
             self, peer.name, self._loop, self._pending, window, *ways, self._fail
         )
         self._state = self._sender.state
+        self.questions = Questions(
+            self._key, self.peer, self._pending, self.write, self._why_unsent
+        )
         self._introductions: Introductions | None = None
         self._succeed: Callable[[str], Connection]
         self._opening: asyncio.Task[None] | None = None
@@ -156,6 +161,10 @@ class Connection(Channel):
         receivers = [*islice(self._pending.values(), most)]
         calls = [each for each in receivers if not isinstance(each, StreamReader)]
         return [(target_name(each.source), each.started) for each in calls]
+
+    def oldest(self, most: int) -> list[tuple[int, ReplyReceiver]]:
+        """Return the numbers and receivers of the oldest pending calls. In any thread."""
+        return [*islice(self._pending.items(), most)]
 
     def has_work(self) -> bool:
         """Return whether a call is pending or unsent, or the peer still needs its tensors."""
@@ -229,26 +238,40 @@ class Connection(Channel):
             self._carriers.drop_cancelled()
             self.flush_soon()
 
+    def foresee(self, number: int, seconds: float) -> None:
+        """Ask where a call stands that `expire` will end soon, for the text of its error."""
+        if number in self._pending and (left := notice_of(seconds)):
+            self.questions.foresee(number, left)
+
+    def _why_unsent(self, number: int) -> str | None:
+        """Return why a pending call is not sent, None if it is."""
+        if not self.is_open:
+            return "is not sent: there is no connection yet"
+        if not self._state.was_sent(number):
+            return "is not sent: it waits for flow control, or a copy of its tensors"
+        return None
+
     def expire(self, call: ReplyReceiver, seconds: float) -> None:
         """End a call with CallTimeout: it has no result, or not all items, after `seconds`."""
-        number, target = call.number, call.source
-        late = CallAborted(self._late(seconds, target, was_sent=True))
+        number = call.number
         if self._holding is not None and self._holding.is_held(self.peer.name):
             self._give_up(number, seconds)
         elif number in self._pending:
             was_sent = self._state.cancel(number)
-            self._pending.fail((number,), self._late(seconds, target, was_sent=was_sent))
+            self._pending.fail((number,), self._late(call, seconds, was_sent=was_sent))
             self._carriers.drop_cancelled()
             self.flush_soon()
         else:
+            late = CallAborted(self._late(call, seconds, was_sent=True))
             self._pending.finish_loading(number, late)
         if isinstance(call, StreamReader) and call.is_collecting():  # its last items
-            call.fail(late)
+            call.fail(CallAborted(self._late(call, seconds, was_sent=True)))
 
-    def _late(self, seconds: float, target: Target, *, was_sent: bool) -> CallTimeout:
+    def _late(self, call: ReplyReceiver, seconds: float, *, was_sent: bool) -> CallTimeout:
         what = "may have run" if was_sent else "was not sent"
-        peer, method = self.peer.name, call_name(target)
+        peer, method = self.peer.name, call_name(call.source)
         text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
+        text += self.questions.text_of(call.number)
         return CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
 
     def grant(self, number: int, credit: int) -> None:
@@ -377,6 +400,9 @@ class Connection(Channel):
             return 0
         if kind == RETIRE:
             self._retire()
+            return 0
+        if kind == WHERE:
+            self.questions.on_answer(data)
             return 0
         return super().on_frame(kind, data)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
-from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
+from .._aio.deadlines import ForeseenTimer, anyio_scope_deadline, deadline_in, earlier
 from .._aio.items import ItemIterator, has_passed
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
@@ -29,7 +29,7 @@ from ..errors import CallTimeout, GroupError, RemoteError, WorkerGone
 from .answers import exception_of
 from .call import USED, LazyCall
 from .connection import Connection
-from .pending import cancel, expire
+from .pending import cancel, expire, foresee
 from .pool import connection_to, current
 from .routes import Place, Route
 from .supervised import Supervised
@@ -137,7 +137,7 @@ class MemberCalls:
             text = f"{name} of a group timed out before the calls; they were not sent"
             raise CallTimeout(text, method=name, may_have_run=False)
         self.bound = earlier(self._due, anyio_scope_deadline())
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: ForeseenTimer | None = None
         self._calls: dict[int, InlineFuture] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}  # each waits until a call may be sent
         self._context = contextvars.copy_context()  # of the calls, and of callbacks
@@ -152,7 +152,11 @@ class MemberCalls:
             self._context, self._end = begin_group(info)
         if self._due is not None:
             left = self._due - time.monotonic()
-            self._timer = self._loop.call_later(left, self._expire, left)
+            self._timer = ForeseenTimer(left, self._foresee, self._expire)
+
+    def _foresee(self, seconds: float) -> None:
+        for call in [*self._calls.values()]:
+            foresee(call, seconds)
 
     def _expire(self, seconds: float) -> None:
         for call in [*self._calls.values()]:

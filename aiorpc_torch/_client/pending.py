@@ -40,6 +40,11 @@ def cancel(call: ReplyReceiver) -> None:
     call.connection.cancel(call.number)
 
 
+def foresee(call: ReplyReceiver, seconds: float) -> None:
+    """Ask where a call stands that `expire` will end soon, for the text of its error."""
+    call.connection.foresee(call.number, seconds)
+
+
 def expire(call: ReplyReceiver, seconds: float) -> None:
     """End a call with CallTimeout, `seconds` after it was made."""
     call.connection.expire(call, seconds)

@@ -83,6 +83,10 @@ class StreamReader:
         self.event = None
         self._wakeup.set()
 
+    def awaited_future(self) -> Any:
+        """Return the future of the task that waits for the next item, None if none does."""
+        return self._wakeup.waiter
+
     async def next(self) -> Any:
         """Return the next item. A failure is raised after the items that came before it.
 

@@ -29,6 +29,7 @@ from .._wire.frames import (
     RESULTS,
     RETIRE,
     SLOT,
+    WHERE,
     frame,
     header,
 )
@@ -86,6 +87,9 @@ class Handler(Protocol):
 
     def on_created(self, created: Any) -> None:
         """Note that a caller has created an object. In any thread."""
+
+    def on_question(self, session: "Session", data: bytes) -> None:
+        """Answer a question where calls of the session stand."""
 
     def on_message(self, peer: Peer) -> None:
         """Note a message of a caller that is not alive."""
@@ -158,6 +162,9 @@ class Session(Channel):
             return 0
         if kind == RETIRE:
             self.retired.set()
+            return 0
+        if kind == WHERE:
+            self._handler.on_question(self, data)
             return 0
         return super().on_frame(kind, data)
 
