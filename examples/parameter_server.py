@@ -115,8 +115,7 @@ async def main(me: aiorpc.types.Worker, options: argparse.Namespace) -> None:
     aiorpc.register("ps", ps := ParameterServer(options))
     await me.serve()  # until every trainer has made its last step, or is lost
     print(f"loss, first step: {ps.losses[0]:.3f}, last of {len(ps.losses)}: {ps.losses[-1]:.3f}")
-    right = await asyncio.to_thread(accuracy, ps.model, options)
-    print(f"accuracy on held-out pictures: {right:.1%}")
+    print(f"accuracy, held out: {await asyncio.to_thread(accuracy, ps.model, options):.1%}")
 
 
 async def join(name: str, options: argparse.Namespace) -> None:
@@ -137,10 +136,8 @@ if __name__ == "__main__":
     add("--restart", type=int, default=3, help="restarts of trainers, at most")
     add("--device", default="cpu", help="device of the trainers")
     add("--server-device", default="cpu", help="device of the model and the optimizer")
-    add("--quick", action="store_true", help="six steps of a small model, as a check")
+    add("--quick", dest="iterations", action="store_const", const=4, help="4 steps, as a check")
     options = parser.parse_args()
-    if options.quick:
-        options.model, options.iterations, options.batch = "resnet18", 6, 4
     options.via = "cpu" if "cpu" in (options.device, options.server_device) else options.device
     options.maps = None if options.via == "cpu" else "auto"
     names = ["ps", *(f"trainer{rank + 1}" for rank in range(options.trainers))]

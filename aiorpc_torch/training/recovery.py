@@ -44,8 +44,8 @@ async def recover(name: str) -> Recovered | None:
 
     It is for the process that replaces a learner: followers keep their versions in memory, and go
     on with the weights that it registers. Of several followers with the version, one on this host
-    is asked first. One that is lost as it answers is passed over, and so is one that has written
-    into its version, as a model that is trained does, while another is intact.
+    is asked first. One that is lost as it answers is passed over. So is one that has written into
+    its version, as training does, while another one is intact.
 
     The state of an optimizer, counters and random states are trees as well: publish them in the
     same tree, or under a name of their own, and follow that on another host.

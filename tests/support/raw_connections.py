@@ -271,15 +271,20 @@ class Junk(asyncio.Protocol):
 
 async def answer_junk(junk: bytes) -> None:
     """The result after this one is junk."""
-    real, left = session.frame, [junk, None]
-    writers: list[Any] = [session, result_sender]  # of a lone result, and of all others
+    # Of a lone result, and of all others.
+    real_lone, real_frame = session.encode_lone_result, result_sender.frame
+    left: list[bytes | None] = [junk, None]
 
-    def lying(kind: int, data: bytes) -> bytes:
-        if kind == RESULTS and (lie := left.pop()) is not None:
-            for each in writers:
-                each.frame = real
-            data = lie
-        return real(kind, data)
+    def lied(data: bytes) -> bytes:
+        if (lie := left.pop()) is None:
+            return data
+        session.encode_lone_result, result_sender.frame = real_lone, real_frame
+        return lie
 
-    for each in writers:
-        each.frame = lying
+    def lying_lone(*result: Any) -> bytes:
+        return lied(real_lone(*result))
+
+    def lying_frame(kind: int, data: bytes) -> bytes:
+        return real_frame(kind, lied(data) if kind == RESULTS else data)
+
+    session.encode_lone_result, result_sender.frame = lying_lone, lying_frame
