@@ -16,6 +16,9 @@ LINK = "v0"
 
 NETWORK = "10.94.7"
 
+LOOP = 'until "$@"; do sleep 0.1; done'
+"""A supervisor: the words that follow are started again until they succeed."""
+
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",  # torch's `init_rpc` warns of torch's own calls
@@ -59,6 +62,11 @@ class Host:
     def start(self, module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
         """Start a Python module on this host."""
         command = self.inside(sys.executable, "-m", module, *words)
+        return subprocess.Popen(command, text=True, env=os.environ | _ENVIRONMENT, **options)
+
+    def loop(self, module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
+        """Start a Python module on this host, again whenever it fails."""
+        command = self.inside("sh", "-c", LOOP, "sh", sys.executable, "-m", module, *words)
         return subprocess.Popen(command, text=True, env=os.environ | _ENVIRONMENT, **options)
 
     def shape(self, *words: str) -> None:
