@@ -16,11 +16,12 @@ import pickle
 import secrets
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
+from torch.optim import Optimizer
 
 from .shards import Box, Slice, is_dtensor, local, slice_of, whole
 
@@ -486,8 +487,21 @@ def _items(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def shapes(tree: Any) -> dict[str, Size]:
-    """Return the shape of each tensor, by its name in the tree."""
-    return {name: tensor.shape for name, tensor in tensors(tree)}
+    """Return the shape of each tensor, by its name in the tree.
+
+    Raises:
+        TypeError: if a module, an optimizer or a generator is in it: followers could not put that
+            into theirs.
+    """
+    found = dict[str, Size]()
+    for name, each in tensors(tree, (Tensor, nn.Module, Optimizer, Generator)):
+        if not isinstance(each, Tensor):
+            kind = type(each).__name__
+            where = "" if name == "the tree" else f" at {name}"
+            text = "a version is a tree of tensors, such as `model.state_dict()`"
+            raise TypeError(f"{text}; got {kind}{where}")
+        found[name] = each.shape
+    return found
 
 
 def check_shapes(first: Mapping[str, Size], tree: Any) -> None:

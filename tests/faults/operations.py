@@ -29,7 +29,15 @@ from aiorpc_torch import (
     remote,
     testing,
 )
-from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Weights, follow
+from aiorpc_torch.training import (
+    Follower,
+    Replay,
+    SampleLimit,
+    StalenessLimit,
+    Weights,
+    follow,
+    recover,
+)
 from tests.support.tensor_ways import TENSOR_WAYS
 
 from .loop import SteppingLoop
@@ -580,6 +588,46 @@ async def weights_followed(_: Scene) -> Any:
             async with policy.hold() as version:
                 pass
             return version, await policy.update()
+
+
+@operation()
+async def weights_joined_and_recovered(_: Scene) -> Any:
+    base = torch.ones(LARGE)
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    with registered("weights", weights):
+        async with await follow("weights", on=["main"]) as policy:
+            await weights.publish({"base": base, "step": torch.ones(1)})
+            await policy.wait(1)
+            found = await recover("weights")
+            return policy.version, found and found.version
+
+
+@operation()
+async def weights_by_a_relay(_: Scene) -> Any:
+    """Of small tensors: it keeps the last version for later followers."""
+    weights = Weights([torch.ones(SMALL)])
+    _, relay = await weights.source("another", "main")
+    with registered("weights", weights):
+        try:
+            async with Follower("weights", "main", None, host="another") as policy:
+                await policy._begin()
+                await weights.publish([torch.zeros(SMALL)])
+                return await policy.wait(1)
+        finally:
+            with contextlib.suppress(ValueError):
+                aiorpc.unregister(relay)
+
+
+@operation()
+async def weights_written_into(_: Scene) -> Any:
+    base = torch.ones(LARGE)
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    with registered("weights", weights):
+        async with await follow("weights") as policy:
+            policy.state["base"][0] = 7
+            await weights.publish({"base": base, "step": torch.ones(1)})
+            await policy.wait(1)
+            return policy.state["base"].sum().item() == LARGE
 
 
 @operation(waits=True)

@@ -121,8 +121,7 @@ async def hold_a_ticket(me: Worker) -> object:
     async with limit.ticket():
         second = asyncio.create_task(enter(limit))
         aiorpc.register("begun", second)
-        refused = await second
-    return refused
+        return await second
 
 
 async def enter(limit: StalenessLimit) -> str:

@@ -28,6 +28,11 @@ LONG = 60.0
 TRAINERS = ["t0", "t1"]
 ACTORS = ["a", "b"]
 SHAPE = (600, 130)  # 300 KiB; no process has as many rows as another one of three
+PLACEMENTS = [
+    pytest.param(Shard(0), id="rows"),
+    pytest.param(Shard(1), id="columns", marks=pytest.mark.slow),
+    pytest.param(Replicate(), id="replicas", marks=pytest.mark.slow),
+]
 kept: dict[str, Any] = {}
 
 
@@ -118,7 +123,7 @@ async def publish_all(version: int, *placements: Placement) -> None:
 
 
 @pytest.mark.promise("training.shards")
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_shards_of_two_publishers(tmp_path: Path, placement: Placement) -> None:
     """Two followers of another host get whole tensors; each byte travels there once."""
     async with world([*TRAINERS, *ACTORS]), asyncio.timeout(LONG):
@@ -141,7 +146,7 @@ async def test_shards_of_two_publishers(tmp_path: Path, placement: Placement) ->
 
 
 @pytest.mark.promise("training.shards")
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_slices_of_followers(tmp_path: Path, placement: Placement) -> None:
     """The followers have a mesh of their own, each on a host of its own."""
     async with world([*TRAINERS, *ACTORS]), asyncio.timeout(LONG):

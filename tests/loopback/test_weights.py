@@ -277,11 +277,22 @@ async def test_a_version_of_other_shapes_is_not_published(following: Following) 
 
 
 async def test_what_is_no_tree_no_place_and_no_publisher(following: Following) -> None:
-    with pytest.raises(TypeError, match=r"such as `model.state_dict\(\)`, got Net"):
-        Weights(Net())
+    optimizer = torch.optim.SGD(Net().parameters())
+    for tree, what in (
+        (Net(), "Net"),
+        (optimizer, "SGD"),
+        (Net().parameters(), "generator"),
+        ({"model": {"parts": [Net()]}}, r"Net at \['model'\]\['parts'\]\[0\]"),
+    ):
+        with pytest.raises(TypeError, match=rf"such as `model.state_dict\(\)`; got {what}$"):
+            Weights(tree)
     weights = published()
     with pytest.raises(TypeError, match="got Net"):
         await weights.publish(Net())
+    register("all", Weights({"model": Net().state_dict(), "step": 1}))
+    remedy = r"step; for a part, into=lambda tree: model.load_state_dict\(tree\['model'\]\)"
+    with pytest.raises(ValueError, match=remedy):
+        await follow("all", into=Net())
     assert weights.version == 0
     with pytest.raises(TypeError, match="into must be a module, a dict of tensors or a function"):
         await following(into=[])
