@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._hosts import LINK, Host, hosts
-from .between_hosts_cuts import filtering
+from ._hosts import Host, hosts
 
 PLACES = {"keeper": 0, "learner": 1, "replay": 2, "actor0": 2, "evaluator": 3, "actor1": 3}
 """Roles, each with the number of its host."""
@@ -132,7 +131,7 @@ class World:
 
     def cut(self, role: str) -> None:
         """Drop all packets of a role's host for longer than its heartbeat."""
-        with filtering(self._hosts[role], ["OUTPUT", "-o", LINK], ["INPUT", "-i", LINK]):
+        with self._hosts[role].without_packets():
             time.sleep(SILENT)
 
 

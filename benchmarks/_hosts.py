@@ -103,6 +103,18 @@ class Host:
         length = 64 if self.is_ipv6 else 24
         self.run("ip", "address", verb, f"{self.address}/{length}", "dev", LINK, *at_once)
 
+    @contextlib.contextmanager
+    def without_packets(self) -> Iterator[None]:
+        """Drop all packets to and from other hosts, as a cut between two switches does."""
+        ways = ["OUTPUT", "-o", LINK], ["INPUT", "-i", LINK]
+        for way in ways:
+            self.run("iptables", "-A", *way, "-j", "DROP")
+        try:
+            yield
+        finally:
+            for way in ways:
+                self.run("iptables", "-D", *way, "-j", "DROP")
+
     def plug(self, *, is_up: bool) -> None:
         """Cut or mend the cable of this host."""
         self.run("ip", "link", "set", LINK, "up" if is_up else "down")
