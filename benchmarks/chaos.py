@@ -33,7 +33,7 @@ from ._soak_end import end
 FAULTS = ("kill", "freeze", "cut", "drain", "hang")
 DEATHS = ("kill", "drain", "hang")  # after which there is another process
 MOST, AIM = 10.0, 3.0  # seconds without an update that a loss may cost, and should
-START = 180.0  # seconds until all roles have imported torch and learn
+START = 600.0  # seconds until all roles have imported torch and learn, on a busy machine
 PATIENCE = 60.0  # seconds until a role is back; nobody waits as long
 CALM = 5  # updates between the end of one fault and the next
 SOLVED = 475.0  # mean reward of the last evaluations
@@ -69,6 +69,10 @@ def title(attack: Attack) -> str:
     if attack == ALL:
         return "kill all"
     return " + ".join(f"{fault} {role}" for fault, role in attack)
+
+
+def _roles(attack: Attack) -> set[str]:
+    return {role for _, role in attack}
 
 
 def attacks(seed: int) -> Iterator[Attack]:
@@ -116,7 +120,7 @@ def strike(there: World, attack: Attack, problems: list[str]) -> Loss:
         problems.append(f"{title(attack)}: nothing was learnt for {stopped:.1f} s")
     lost = _lost(record, attack, at)
     if (recovered := record.since(at, "learner", "recovered")) and (
-        (held := _held(record, PLACES.keys() - {"learner", *dict(attack).values()}, at))
+        (held := _held(record, PLACES.keys() - {"learner", *_roles(attack)}, at))
         > recovered[0].values["recovered"]
     ):
         problems.append(f"{title(attack)}: a follower had version {held}, which was lost")
@@ -244,7 +248,7 @@ def report(losses: Sequence[Loss], score: float, minutes: float) -> None:
 
 
 def _is_central(attack: Attack) -> bool:
-    return len(attack) == 2 and not {"learner", "keeper"}.isdisjoint(dict(attack).values())
+    return len(attack) == 2 and not {"learner", "keeper"}.isdisjoint(_roles(attack))
 
 
 def picture(record: Record, losses: Sequence[Loss], begin: float, path: Path | None) -> None:
