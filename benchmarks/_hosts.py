@@ -17,6 +17,9 @@ LINK = "v0"
 NETWORK = "10.94.7."
 NETWORK_6 = "fd94:7::"
 
+LOOP = 'until "$@"; do sleep 0.1; done'
+"""A supervisor: the words that follow are started again until they succeed."""
+
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",  # torch's `init_rpc` warns of torch's own calls
@@ -66,6 +69,11 @@ class Host:
         command = self.inside(sys.executable, "-m", module, *words)
         return subprocess.Popen(command, text=True, env=os.environ | _ENVIRONMENT, **options)
 
+    def loop(self, module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
+        """Start a Python module on this host, again whenever it fails."""
+        command = self.inside("sh", "-c", LOOP, "sh", sys.executable, "-m", module, *words)
+        return subprocess.Popen(command, text=True, env=os.environ | _ENVIRONMENT, **options)
+
     def shape(self, *words: str) -> None:
         """Shape what this host sends, as `tc qdisc replace dev LINK root` does."""
         self.run("tc", "qdisc", "replace", "dev", LINK, "root", *words)
@@ -94,6 +102,18 @@ class Host:
         at_once = ["nodad"] if self.is_ipv6 and verb == "add" else []
         length = 64 if self.is_ipv6 else 24
         self.run("ip", "address", verb, f"{self.address}/{length}", "dev", LINK, *at_once)
+
+    @contextlib.contextmanager
+    def without_packets(self) -> Iterator[None]:
+        """Drop all packets to and from other hosts, as a cut between two switches does."""
+        ways = ["OUTPUT", "-o", LINK], ["INPUT", "-i", LINK]
+        for way in ways:
+            self.run("iptables", "-A", *way, "-j", "DROP")
+        try:
+            yield
+        finally:
+            for way in ways:
+                self.run("iptables", "-D", *way, "-j", "DROP")
 
     def plug(self, *, is_up: bool) -> None:
         """Cut or mend the cable of this host."""

@@ -4,8 +4,8 @@ Matplotlib is imported only to draw.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +51,7 @@ class Panel:
     curves: Sequence[Curve]
     log: str = "x"  # the logarithmic axes
     mark: tuple[float, str] | None = None  # a vertical line and its label
+    events: Mapping[str, Sequence[float]] = field(default_factory=dict)  # xs, by kind
 
 
 def pair(points: Sequence[float], runs: Sequence[Runs], raw: str) -> list[Curve]:
@@ -75,7 +76,7 @@ def draw(panels: Sequence[Panel], path: Path | None) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
-        size = 4.6 * len(panels), 3.8
+        size = sum(9.2 if each.events else 4.6 for each in panels), 3.8
         figure = plt.figure(figsize=size, layout="constrained")
         for number, panel in enumerate(panels, 1):
             _draw_panel(figure.add_subplot(1, len(panels), number), panel)
@@ -102,7 +103,21 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     if panel.mark is not None:
         x, text = panel.mark
         axes.axvline(x, color="#333333", linewidth=1.0, linestyle=":", label=text)
-    axes.legend()
+    if panel.events:
+        _mark_events(axes, panel)
+        axes.legend(loc="lower right")
+    else:
+        axes.legend()
+
+
+def _mark_events(axes: Any, panel: Panel) -> None:
+    """Draw a row of marks for each kind of event, above the curves."""
+    place, top = axes.get_xaxis_transform(), 1.04 + 0.055 * (len(panel.events) - 1)
+    for number, (kind, xs) in enumerate(panel.events.items()):
+        y = top - 0.055 * number
+        axes.plot(xs, [y] * len(xs), "|k", markersize=7.0, transform=place, clip_on=False)
+        axes.text(-0.01, y, kind, ha="right", va="center", transform=axes.transAxes)
+    axes.set_title(panel.title, pad=11.0 * len(panel.events) + 6.0)  # points
 
 
 def _label(axis: Any, *, logarithmic: bool) -> None:

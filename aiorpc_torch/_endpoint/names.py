@@ -72,9 +72,10 @@ def _table() -> NameTable:
     return NameTable() if server is None else server.names
 
 
-WAITS = "__aiorpc_waits__"
-"""An attribute of functions that only wait. As a worker leaves, calls of these end at once: what
-they wait for does not come any more. (tests/integration/test_drained_workers.py)"""
+WAITS, ALWAYS, FOR_AN_ITEM = "__aiorpc_waits__", "always", "for an item"
+"""An attribute of functions that only wait, or do so until the first item of their stream, and its
+values. As a worker leaves, such calls end at once: what they wait for does not come any more.
+(tests/integration/test_drained_workers.py)"""
 
 
 async def watch_name(name: str) -> AsyncIterator[Any]:
@@ -92,7 +93,7 @@ async def watch_name(name: str) -> AsyncIterator[Any]:
         table.unwatch(on_change)
 
 
-setattr(watch_name, WAITS, True)
+setattr(watch_name, WAITS, ALWAYS)
 
 State = tuple[int, RRef[Any] | None]
 """An object that is registered under a name, or None; how often that worker's table has changed."""

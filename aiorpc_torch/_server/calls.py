@@ -57,6 +57,7 @@ class ServerCall:
 
     # Defaults of the class, which cost a call nothing.
     is_cancelled = has_started = False
+    has_sent = False  # whether an item of a stream has been sent
     why_lost: str | None = None  # set if it is cancelled because its caller was lost
     task: asyncio.Task[None] | None = None  # set while it runs on the loop
     session: Session | None = None  # None for a call of a torch client

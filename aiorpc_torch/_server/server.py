@@ -21,7 +21,7 @@ from .._context.interception import is_needed
 from .._context.recording import record_of_torch_context
 from .._endpoint.entry_points import completed_future
 from .._endpoint.name_table import NameTable
-from .._endpoint.names import WAITS
+from .._endpoint.names import ALWAYS, FOR_AN_ITEM, WAITS
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers
 from .._port.port import Port
@@ -287,7 +287,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._wait_until_retired()
-                self._end([call for call in self.open_calls() if hasattr(call.function, WAITS)])
+                self._end([call for call in self.open_calls() if _only_waits(call)])
                 # Calls end in any thread.
                 while self._torch_calls or self.sessions.has_work():  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL)
@@ -353,3 +353,8 @@ class Server:
 def _past(caller: Party) -> Peer:
     """Return the record of a process that another one has replaced."""
     return Peer(PeerInfo(caller.name, -1, caller.worker_id, ""))
+
+
+def _only_waits(call: ServerCall) -> bool:
+    found = getattr(call.function, WAITS, None)  # an object may have any attribute
+    return found == ALWAYS or (found == FOR_AN_ITEM and not call.has_sent)

@@ -41,6 +41,11 @@ class StreamCall(RpcCall):
         return self
 
     @property
+    def has_sent(self) -> bool:  # type: ignore[override]
+        """Return whether an item has been sent."""
+        return self._items > 0
+
+    @property
     def credit(self) -> int:
         """Return the credit that is left, below zero after items that were sent without."""
         return self._credit

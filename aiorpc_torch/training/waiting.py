@@ -15,11 +15,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ends_at_leave(function: F) -> F:
-    """Let calls of a function that waits end at once, with WorkerLeft, as its worker leaves.
+    """Let calls that wait end at once, with WorkerLeft, as their worker leaves.
 
-    They would hold up `me.leave()` for its `stop_timeout`, and nothing more can come.
+    Nothing more can come, and they would hold up `me.leave()` for its `stop_timeout`. A context
+    manager waits until it is entered.
     """
-    vars(function)["__aiorpc_waits__"] = True  # the server looks for it
+    is_manager = hasattr(function, "__wrapped__")
+    vars(function)["__aiorpc_waits__"] = "for an item" if is_manager else "always"  # for the server
     return function
 
 

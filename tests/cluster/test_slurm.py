@@ -1,5 +1,6 @@
 """Workers that srun starts, in a real Slurm with two nodes."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.cluster.steady import pids, reaching
 from tests.support import guides
 
 GUIDE = guides.DOCS / "guides" / "slurm-and-containers.md"
+WEEK = guides.DOCS / "guides" / "week.md"
 STEADY = Path(__file__).with_name("steady.py")
 ALLOCATION = ("salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
 
@@ -73,9 +75,9 @@ if __name__ == "__main__":
 SCRIPT, LOOP, TORCHRUN = "# job.sbatch", "until python", "scontrol show"
 
 
-def block_of_the_guide(text: str) -> str:
+def block_of_the_guide(text: str, page: Path = GUIDE) -> str:
     """Return the block of the page that has this text."""
-    (found,) = [block for *_, block in guides.BLOCK.findall(GUIDE.read_text()) if text in block]
+    (found,) = [block for *_, block in guides.BLOCK.findall(page.read_text()) if text in block]
     return str(found)
 
 
@@ -208,6 +210,28 @@ def test_the_loop_of_the_guide(slurm: Slurm, tmp_path: Path) -> None:
                 step.wait_for(reaching(rank, running))
         write(tmp_path, stop="")
         assert step.end() == 0, step.lines
+
+
+@pytest.mark.promise("training.recover", "succession.takeover")
+def test_the_script_of_a_week(slurm: Slurm, tmp_path: Path) -> None:
+    """The learner is killed, then rank 0 and the learner: the run goes on, and ends in order."""
+    script = block_of_the_guide("# week.sbatch", WEEK).replace("srun ", "srun --label ")
+    script = script.replace("file:///shared", f"file://{tmp_path}")
+    write(tmp_path, week_py=guides.read(WEEK).files["week.py"], week_sh=script)
+    with slurm.start(*ALLOCATION, "bash", "week.sh", cwd=tmp_path) as step:
+        running = pids(step.wait_for(r"(\d): process (\d+)", 4))
+        for victims in ([1], [0, 1]):
+            step.wait_for(r"1: step \d+", len(step.matching(r"1: step \d+")) + 10)
+            entries = {rank: len(step.matching(rf"{rank}: process \d+")) for rank in victims}
+            for rank in victims:
+                slurm.hosts[0].kill(running[rank])
+            for rank in victims:
+                entered = rf"({rank}): process (\d+)"
+                running |= pids(step.wait_for(entered, entries[rank] + 1))
+        assert step.end() == 0, step.lines
+        steps = [int(each[1]) for each in step.matching(r"1: step (\d+)")]
+        assert max(steps) == 400
+        assert all(later > before - 10 for before, later in itertools.pairwise(steps)), steps
 
 
 @pytest.mark.parametrize("way", ["task", "loop"])

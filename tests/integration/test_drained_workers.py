@@ -10,7 +10,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLeft, call
 from aiorpc_torch.testing import world
-from aiorpc_torch.training import Replay, Weights, follow, recover
+from aiorpc_torch.training import Replay, StalenessLimit, Weights, follow, recover
 from aiorpc_torch.types import Worker
 from tests.support.slack import SLACK
 from tests.support.two_ends import until
@@ -106,3 +106,33 @@ async def hand_over(me: Worker) -> object:
 def test_a_publisher_that_leaves() -> None:
     """Who waits for it does not hold it up; followers keep its version, and go on with the next."""
     assert aiorpc.run_local(hand_over, 3) == [2, [2.0], ["WorkerLeft", "WorkerLeft"]]
+
+
+async def hold_a_ticket(me: Worker) -> object:
+    """Rank 1 has a limit and leaves, while one of two rollouts runs and the other one waits."""
+    if me.name == "worker1":
+        limit = StalenessLimit(2, max_in_flight=1)
+        aiorpc.register("limit", limit)
+        await aiorpc.lookup("begun")
+        await until(lambda: "1 waiting" in repr(limit))
+        await me.leave()
+        return None
+    limit = aiorpc.proxy(await aiorpc.lookup("limit"))
+    async with limit.ticket():
+        second = asyncio.create_task(enter(limit))
+        aiorpc.register("begun", second)
+        return await second
+
+
+async def enter(limit: StalenessLimit) -> str:
+    try:
+        async with limit.ticket():
+            return "a ticket"
+    except WorkerLeft as exc:
+        return str(exc.method)
+
+
+@pytest.mark.promise("training.handed_over", "training.tickets")
+def test_a_limit_that_leaves() -> None:
+    """A rollout that runs ends in order; one that waits for a ticket ends at once."""
+    assert aiorpc.run_local(hold_a_ticket, 2) == "StalenessLimit.ticket"
