@@ -322,10 +322,11 @@ class Membership:
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
     def _check(self) -> None:
+        # First, and the paths last: an exception of one part must not end the watch.
+        self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
         awaited = self._node.awaited()
         if self._peers.is_attached:
             awaited &= self._node.linked()
-        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
         now = time.monotonic()
         if self._peers.end_answered_probes(now):
             self.wake()
@@ -338,7 +339,7 @@ class Membership:
         elsewhere = [peer.member.address for peer, _ in lost if self._peers.address_elsewhere(peer)]
         if elsewhere:
             retry_soon_to(elsewhere, self._peers.own.member.address)
-        self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
+        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:
         text = f"no sign of life for {seconds:.3g} s"
