@@ -19,7 +19,7 @@ from .._aio.blocking import BlockingCall
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import call_soon
-from .._aio.silence import end_when_silent
+from .._aio.silence import end_when_silent, retry_soon
 from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import is_same_user
 from .._port.strangers import Strangers, host_of
@@ -159,6 +159,7 @@ class DirectoryServer:
         if accepted.family != socket.AF_UNIX:
             # A link that is cut. Not a member whose event loop is blocked, or that is frozen.
             end_when_silent(accepted, self._silence)
+            retry_soon(accepted)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 stream.write(greeting(self._world))

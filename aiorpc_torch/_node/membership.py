@@ -36,7 +36,7 @@ from .._peers.peers import (
 from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.compat import RawFuture
-from .._torch.pipes import retry_soon_to
+from .._torch.pipes import send_again_to
 from .._torch.transport import (
     REACH_REMEDY,
     classify_error,
@@ -108,6 +108,7 @@ class Membership:
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._returned: list[Peer] = []  # since the last check
 
     def start(self) -> None:
         """Start watching: the members are known."""
@@ -196,6 +197,7 @@ class Membership:
             rrefs.note_gone(peer.worker_id, peer.name)
         elif is_changed:
             rrefs.note_back(peer.worker_id)
+            self._returned.append(peer)
         self._do(effects, is_changed=is_changed)
 
     def probe(self, name: str) -> None:
@@ -335,11 +337,20 @@ class Membership:
             self._ping(peer)
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
-        # Perhaps a link is cut: then many are lost at once, and all descriptors are looked at once.
-        elsewhere = [peer.member.address for peer, _ in lost if self._peers.address_elsewhere(peer)]
-        if elsewhere:
-            retry_soon_to(elsewhere, self._peers.own.member.address)
+        self._send_again_to([peer for peer, _ in lost], is_cut=True)
+        returned, self._returned = self._returned, []
+        self._send_again_to(returned, is_cut=False)
         self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
+
+    def _send_again_to(self, peers: Iterable[Peer], *, is_cut: bool) -> None:
+        """Let TCP send again soon to peers: perhaps a link is cut, or whole again.
+
+        Then they are many, and all descriptors are looked at once.
+        """
+        own = self._peers.own.member
+        elsewhere = [*filter(None, map(self._peers.address_elsewhere, peers))]
+        if elsewhere:
+            send_again_to(elsewhere, own.endpoint or own.address, is_cut=is_cut)
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:
         text = f"no sign of life for {seconds:.3g} s"

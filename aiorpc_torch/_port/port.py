@@ -21,7 +21,7 @@ from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
-from .._aio.silence import end_when_silent, probe_when_idle
+from .._aio.silence import end_when_silent, probe_when_idle, retry_soon
 from .._aio.unix_sockets import BACKLOG
 from .purposes import (
     CALLS,
@@ -241,7 +241,7 @@ class Port:
         # replaces one, so a member's must not be closed in favour of others.
         self._strangers.remove(asyncio.current_task())
         with accepted, local:
-            end_when_silent(accepted, _SILENCE[purpose])
+            _limit_silence(accepted, purpose)
             with contextlib.suppress(OSError):
                 await stream.send(_READY)
             await splice(stream, PlainStream(local))
@@ -329,8 +329,7 @@ class Port:
 
     async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
         prepare(connected)
-        if purpose in _SILENCE:
-            end_when_silent(connected, _SILENCE[purpose])
+        _limit_silence(connected, purpose)
         if self.tls is None:
             stream = PlainStream(connected)
             await stream.send(preface(purpose))
@@ -346,6 +345,13 @@ class Port:
         ours.setblocking(False)
         self._start(splice(stream, PlainStream(ours)))
         return theirs
+
+
+def _limit_silence(connected: socket.socket, purpose: str) -> None:
+    if purpose in _SILENCE:
+        end_when_silent(connected, _SILENCE[purpose])
+    if purpose == DIRECTORY:  # torch's are as if they were its own (`_torch.pipes`)
+        retry_soon(connected)
 
 
 def _send_alert(accepted: socket.socket) -> None:

@@ -357,6 +357,24 @@ LONG_CUT = 4 * SLACK
 
 
 @pytest.mark.slow
+@pytest.mark.promise("worlds.cut")
+async def test_an_interface_that_is_down_for_long(machines: tuple[Machine, Machine]) -> None:
+    """What could not be sent at all is sent later: torch's connections do not end."""
+    async with both(machines, "cut", cuts=1, init_method=WHERE, interface=LINK) as nodes:
+        for node in nodes:
+            await node.hears("ready")
+        assert (await nodes[0].hears("called"))[0] == 420
+        await nodes[0].hears("waiting")
+        cut_at = time.monotonic()
+        machines[0].unplug()
+        await check_lost(nodes[0])
+        await asyncio.sleep(LONG_CUT)  # what is measured
+        machines[0].plug()
+        await check_resumed(nodes[0], time.monotonic() - cut_at)
+        await check_left(nodes)
+
+
+@pytest.mark.slow
 @pytest.mark.promise("worlds.path")
 async def test_a_path_that_carries_nothing() -> None:
     """A router forgets one connection: calls on it end in time, the next ones work, and no worker

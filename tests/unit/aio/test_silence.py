@@ -2,12 +2,16 @@
 
 import socket
 
+import pytest
+
 from aiorpc_torch._aio.silence import (
     LONGEST_SILENCE,
     end_when_silent,
     probe_when_idle,
     retry_soon,
+    send_again,
 )
+from tests.unit.aio.test_flows import drop_incoming, ends as ends
 
 
 def test_probes_of_an_idle_connection() -> None:
@@ -53,3 +57,27 @@ def test_short_pauses_keep_a_limit_that_was_set() -> None:
         retry_soon(free)
         found = free.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert found in (0, LONGEST_SILENCE * 1000)  # 0 where Linux cannot shorten the pauses
+
+
+RTO_MAX_MS = 44
+
+
+def longest_pause(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, RTO_MAX_MS)
+
+
+def test_pauses_while_a_link_is_cut(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Short for what is under way; for the rest Linux would give up after 15 short ones."""
+    sent, idle = ends
+    try:
+        before = longest_pause(sent)
+    except OSError:
+        pytest.skip("this Linux cannot shorten the pauses")
+    drop_incoming(idle)
+    sent.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sent.send(b"1")
+    for sock in ends:
+        send_again(sock, is_cut=True)
+    assert (longest_pause(sent), longest_pause(idle)) == (1000, before)
+    send_again(sent, is_cut=False)
+    assert longest_pause(sent) == before
