@@ -30,21 +30,23 @@ def retry_soon(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
-def send_again(connected: socket.socket, *, is_cut: bool) -> None:
-    """Let TCP send again soon on a connection that nothing replaces, however the link is cut.
+def send_again(connected: socket.socket) -> bool:
+    """Let TCP send again soon on a connection that nothing replaces: its path carries nothing.
 
-    Args:
-        connected: its socket.
-        is_cut: whether the link is, as far as is known. Call this again when it is not any more.
+    Return whether something is sent and not acknowledged. If so, call this again later: the short
+    pauses must not stay.
     """
+    is_missing = False
     with contextlib.suppress(OSError):
-        if is_cut and _unacknowledged(connected):
+        if is_missing := _unacknowledged(connected) > 0:
             retry_soon(connected)
         elif sys.platform == "linux":
             connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _DEFAULT_RTO_MAX_MS)
+    with contextlib.suppress(OSError):
         if connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
             # Linux sends at once what it could not send before.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return is_missing
 
 
 def _unacknowledged(connected: socket.socket) -> int:

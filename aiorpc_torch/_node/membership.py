@@ -108,7 +108,7 @@ class Membership:
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._returned: list[Peer] = []  # since the last check
+        self._cut: set[Peer] = set()  # those to which paths have carried nothing
 
     def start(self) -> None:
         """Start watching: the members are known."""
@@ -143,6 +143,7 @@ class Membership:
 
     def _on_proof(self, peer: Peer) -> None:
         peer.has_old_ping = False  # the proof is newer than the end
+        self._cut.add(peer)
         self.report(peer, Event.ANSWER)
 
     def on_disconnect(self, name: str, worker_id: int, error: RpcError) -> RpcError | None:
@@ -197,7 +198,6 @@ class Membership:
             rrefs.note_gone(peer.worker_id, peer.name)
         elif is_changed:
             rrefs.note_back(peer.worker_id)
-            self._returned.append(peer)
         self._do(effects, is_changed=is_changed)
 
     def probe(self, name: str) -> None:
@@ -337,20 +337,21 @@ class Membership:
             self._ping(peer)
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
-        self._send_again_to([peer for peer, _ in lost], is_cut=True)
-        returned, self._returned = self._returned, []
-        self._send_again_to(returned, is_cut=False)
+        self._send_again({peer for peer, _ in lost})
         self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
 
-    def _send_again_to(self, peers: Iterable[Peer], *, is_cut: bool) -> None:
-        """Let TCP send again soon to peers: perhaps a link is cut, or whole again.
+    def _send_again(self, lost: set[Peer]) -> None:
+        """Let TCP send again soon to peers that are lost now, and to those that are back.
 
-        Then they are many, and all descriptors are looked at once.
+        Perhaps a link is cut: then many are lost at once, and all descriptors are looked at once.
         """
+        known = self._peers.peers
+        self._cut = {each for each in self._cut | lost if known.get(each.name) is each}
+        back = {each for each in self._cut if each.state is State.ALIVE}
+        elsewhere = [*filter(None, map(self._peers.address_elsewhere, lost | back))]
         own = self._peers.own.member
-        elsewhere = [*filter(None, map(self._peers.address_elsewhere, peers))]
-        if elsewhere:
-            send_again_to(elsewhere, own.endpoint or own.address, is_cut=is_cut)
+        if not elsewhere or not send_again_to(elsewhere, own.endpoint or own.address):
+            self._cut -= back
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:
         text = f"no sign of life for {seconds:.3g} s"

@@ -11,19 +11,20 @@ from .._aio.silence import send_again
 _DESCRIPTORS = "/proc/self/fd"
 
 
-def send_again_to(addresses: Iterable[str], own_address: str, *, is_cut: bool) -> None:
+def send_again_to(addresses: Iterable[str], own_address: str) -> bool:
     """Let TCP send again soon on torch's connections with peers, or those of tunnels.
 
-    Otherwise it waits for up to two minutes, also once a link that was cut is whole again.
+    Otherwise it waits for up to two minutes, also once a link that was cut is whole again. Return
+    whether something is sent and not acknowledged.
 
     Args:
         addresses: those of the peers, as they have told them: URLs, or host and port.
         own_address: the same of this worker.
-        is_cut: whether the link to them is, as far as is known.
     """
     peers = {(url.hostname, url.port) for url in map(_split, addresses) if url.port}
     if not peers or not os.path.isdir(_DESCRIPTORS):
-        return
+        return False
+    is_missing = False
     hosts, own = {host for host, _ in peers}, _split(own_address)
     for each in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(OSError, ValueError):  # it is closed, or not of TCP
@@ -34,7 +35,8 @@ def send_again_to(addresses: Iterable[str], own_address: str, *, is_cut: bool) -
                     continue
                 (host, port), own_port = sock.getpeername()[:2], sock.getsockname()[1]
                 if (host, port) in peers or (host in hosts and own_port == own.port):
-                    send_again(sock, is_cut=is_cut)
+                    is_missing |= send_again(sock)
+    return is_missing
 
 
 def _split(address: str) -> SplitResult:

@@ -430,6 +430,7 @@ async def test_a_router_forgets_all_connections(port: int | None) -> None:
                 for _ in range(2):
                     tries, seconds = await node.hears("works")
                     assert tries[-1].startswith(("0", "1", "tensor")), tries
+                    assert not any(each.startswith("WorkerLost") for each in tries), tries
                     assert seconds < PATH_HEARTBEAT + 1 + SLACK
             way.drops = lambda _: False
             await check_left(nodes)

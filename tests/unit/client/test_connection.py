@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio.tasks import InlineFuture
+from aiorpc_torch._client import connection
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.stream_reader import StreamReader
 from aiorpc_torch._peers.peers import Peer, State
@@ -511,6 +512,34 @@ async def test_a_ping_that_is_not_answered_and_a_proof_that_is(
                 await asyncio.sleep(0.001)
     assert far.observed.told[-1] == "proof"
     assert near.fileno() == -1
+
+
+@pytest.mark.promise("worlds.path")
+async def test_a_silent_peer_proves_itself_in_time(
+    far: FarPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ping asks at a new socket too, unless the peer is heard: all paths may be forgotten."""
+    await far.connect_and_call()
+    dialled: list[int] = []
+
+    class Introducer:
+        async def dial(self, peer: Peer, number: int) -> socket.socket:
+            dialled.append(number)
+            return socket.socket()
+
+    monkeypatch.setattr(far.connection, "_introductions", Introducer())
+    monkeypatch.setattr(connection, "KNOCK_DELAY", 0.0)
+    for _ in range(2):
+        far.connection.ping()
+    async with asyncio.timeout(SOON):
+        await far.observed.probed.wait()
+    assert dialled == [number_for(1, ARGUMENTS)]
+    far.connection.ping()
+    far.peer.last_heard += 1.0
+    knocking: Any = far.connection._knocking
+    async with asyncio.timeout(SOON):
+        await knocking
+    assert len(dialled) == 1
 
 
 @pytest.mark.promise("worlds.closed")
