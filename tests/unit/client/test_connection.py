@@ -3,12 +3,13 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from aiorpc_torch._aio.tasks import InlineFuture
-from aiorpc_torch._client import connection
+from aiorpc_torch._client import connection, sender
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.stream_reader import StreamReader
 from aiorpc_torch._peers.peers import Peer, State
@@ -613,3 +614,23 @@ async def test_what_is_written_after_an_abort_is_not_sent(far: FarPair) -> None:
     next_one.answer(number, "done")
     async with asyncio.timeout(SOON):
         assert await future == "done"
+
+
+async def test_a_large_call_of_a_world_that_was_left(
+    far: FarPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made before, and the connection opens later: the call fails, and nothing else does."""
+
+    def left(_: object) -> NoReturn:
+        raise ReferenceError("this RRef is of a world that this process has left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sender, "slot_key", left)
+        _, large = far.call(torch.ones(1 << 18))
+        number, small = far.call("small")
+        await far.connect()
+        assert isinstance(await error_of(large), NotInWorld)
+    assert (await far.frame())[0] == CALLS
+    far.answer(number, "done")
+    async with asyncio.timeout(SOON):
+        assert await small == "done"
