@@ -106,7 +106,6 @@ soak: install
 	$(BIN)/python -m benchmarks.successions
 	$(BIN)/python -m benchmarks.weights_soak
 	$(BIN)/python -m benchmarks.between_hosts_soak
-	$(BIN)/python -m benchmarks.between_hosts_cuts
 
 # Every fault in every state of a world, in about two minutes.
 faults: install

@@ -23,7 +23,8 @@ class CallTimeout(RpcError, TimeoutError):
     """Call timeout: the deadline passed before the result arrived.
 
     On the callee a coroutine is cancelled; a plain `def` runs to its end, and its result is
-    dropped. The call may have had its effect: retry only what may run twice.
+    dropped. The call may have had its effect: retry only what may run twice. The message tells at
+    which line of which method the call stood shortly before, and what that waited for.
 
     Attributes:
         worker: name of the worker, None if no call is concerned.

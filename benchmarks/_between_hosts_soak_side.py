@@ -1,225 +1,438 @@
-"""One worker of `benchmarks.between_hosts_soak`, on a host of its own.
+"""One worker of `benchmarks.between_hosts_soak`.
 
-    python -m benchmarks._between_hosts_soak_side RANK NAME SEED ROUNDS MESSAGES
+    python -m benchmarks._between_hosts_soak_side NAME INIT SEED
 
-Rank 0 makes the calls. It prints lines of JSON: what is to be done to the hosts in the middle of a
-round, the samples after it, and at the end what is wrong. The others print their process id.
+Workers "main" and "a" call all others, and "main" follows the weights of "a". Each worker prints
+its process id, and a line once it is in the world. Then "main" answers each line of its input with
+one of JSON.
 """
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
+import itertools
 import json
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    Group,
-    GroupError,
-    RpcError,
-    RRef,
-    WorkerLost,
-    WorkerUnreachable,
-    call,
-    create,
-    remote,
-)
+from aiorpc_torch import Group, GroupError, RpcError, RRef, call, lookup, remote
 from aiorpc_torch._carrier import socket_threads, tensor_sockets
 from aiorpc_torch._carrier.memory import receive_memory_of
+from aiorpc_torch._endpoint import entry_points
+from aiorpc_torch._server import server as servers
+from aiorpc_torch.training import Weights, follow
 
 from . import _shared_memory_shelf as shelf
 from ._process import mapped_segments, open_descriptors, swept_memory
 
-INIT = "tcp://10.94.7.1:29513"
-WORKERS = ["main", "a", "b"]  # "main" is alone on its host; "b" is killed and replaced
-SURVIVORS = WORKERS[:2]
-EVENTS = ["kill", "cut", "slow", "none"]
+WORKERS = ["main", "a", "b", "c"]  # "a" and "b" share a host
+CALLERS = WORKERS[:2]  # the others are replaced
 HEARTBEAT = 2.0  # seconds
-CLIENTS = 12
-PATIENCE = 240.0  # seconds for a round
-REST = 60.0  # seconds until which threads and memory have to be gone
+TENSOR = 1 << 18  # bytes
+ITEMS = 100  # of a stream
+MIXED = 3  # clients whose calls are drawn from a seed
+PAUSE = 0.005  # seconds between two calls of a client
+PATIENCE = 120.0  # seconds until which calls have to end, or to work
+REST = 30.0  # seconds until which threads and memory have to be gone
 
 shelf.LARGEST = 16 << 20
-tensor_sockets.IDLE_SECONDS = 2.0
+tensor_sockets.IDLE_SECONDS = 1.0
 socket_threads.SILENCE = 6.0
 
-
-class Sample(NamedTuple):
-    """What a process holds."""
-
-    memory: int  # bytes of its own
-    descriptors: int
-    threads: int  # that send and receive
-    received: int  # bytes of memory for transfers
-    mapped: int  # segments
-    pending: int  # calls
-
-
+_open = asyncio.Event()  # the clients may call
 _stopped = asyncio.Event()
+_true_time = time.time
+# RRefs of processes that are dead. If one is dropped, torch tells its owner five times, in 13 s. On
+# a loaded machine the last attempt may fail before torch expects it: then torch aborts the process.
+# ("The RPC has not succeeded after the specified number of max retries"; 2.15)
+_kept: list[Any] = []
 
 
-async def stop() -> None:
-    """Let the process that runs this leave its world."""
-    _stopped.set()
+class Target(shelf.Shelf):
+    """What other workers call. It counts how often each call has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ran: Counter[tuple[str, int]] = Counter()
+
+    async def meet(self, others: Group[Any], workers: Iterable[str]) -> None:
+        """Know the others. Torch's own connections may need as long as the last cut has lasted."""
+        self.others = others
+        _kept.append(others)
+
+    async def small(self, caller: str, number: int) -> int:
+        self._ran[caller, number] += 1
+        return number
+
+    async def tensor(self, caller: str, number: int, x: Tensor) -> Tensor:
+        self._ran[caller, number] += 1
+        return x
+
+    async def stream(self, caller: str, number: int) -> AsyncIterator[int]:
+        self._ran[caller, number] += 1
+        for each in range(ITEMS):
+            yield each
+
+    async def ran(self, caller: str, numbers: list[int]) -> list[int]:
+        """Return how often these calls have run."""
+        return [self._ran.pop((caller, each), 0) for each in numbers]
 
 
-async def sample() -> Sample:
-    """Return the sample of the process that runs this."""
-    memory, stats = swept_memory(), aiorpc.observe.stats()
-    names = [each.name for each in threading.enumerate()]
-    threads = sum(each in ("aiorpc-send", "aiorpc-receive") for each in names)
-    received = receive_memory_of(asyncio.get_running_loop()).pool.total
-    pending = stats.in_flight + stats.running
-    return Sample(memory, open_descriptors(), threads, received, mapped_segments(), pending)
+class Caller:
+    """The calls of this worker to the others: one after another of each kind to each worker.
 
+    Attributes:
+        done, lost: calls that worked by kind, and errors by kind and type.
+        problems: what is wrong.
+        may_lose: whether calls may end with an error now.
+    """
 
-def tell(kind: str, value: Any = None) -> None:
-    print(json.dumps([kind, value]), flush=True)
-
-
-class Soak:
-    """Rounds of calls between the hosts, each with an event in the middle."""
-
-    def __init__(self, me: aiorpc.types.Worker, seed: str) -> None:
-        self.messages = self.bytes = self.losses = 0
+    def __init__(self, me: str, seed: str) -> None:
+        self.done, self.lost = Counter[str](), Counter[str]()
         self.problems: list[str] = []
+        self.may_lose = True
         self._me = me
-        self._clients = [shelf.Client(f"{seed}/{number}") for number in range(CLIENTS)]
+        self._others = [each for each in WORKERS if each != me]
+        self._numbers = itertools.count()
+        self._targets: dict[str, RRef[Target]] = {}
         self._shelves = Group[shelf.Shelf]([])
-        self._event = "none"
+        # Ended calls: their numbers, how often each has run at least, and at most.
+        self._ended: dict[str, list[tuple[int, int, int]]] = {each: [] for each in WORKERS}
+        kinds = itertools.product((self._small, self._tensor, self._stream), self._others)
+        steps: dict[tuple[str, str], Callable[[int], Awaitable[object]]] = {
+            (kind.__name__[1:], each): partial(self._one, kind, each) for kind, each in kinds
+        }
+        steps["group", "all"] = self._group
+        self._latest = dict.fromkeys(steps, 0.0)  # starts of the last calls that worked
+        self._clients = [shelf.Client(f"{seed}/{each}") for each in range(MIXED) if me == "main"]
+        for number, client in enumerate(self._clients):
+            steps["mixed", str(number)] = partial(self._mixed, client)
+        self._running = set[tuple[str, str]]()
+        self.tasks = [asyncio.create_task(self._repeat(*each)) for each in steps.items()]
 
-    async def start(self) -> None:
-        await self._meet([await self._made(each) for each in WORKERS])
-
-    async def _made(self, worker: str) -> RRef[shelf.Shelf]:
-        """Create a shelf, once the worker is there."""
+    async def _repeat(self, key: tuple[str, str], step: Callable[[int], Awaitable[object]]) -> None:
         while True:
+            await _open.wait()
+            begin = time.monotonic()
+            self._running.add(key)
             try:
-                return await create(worker, shelf.Shelf)
-            except (WorkerLost, WorkerUnreachable):
-                await self._me.wait_for(worker)
-
-    async def _meet(self, shelves: list[RRef[shelf.Shelf]]) -> None:
-        """Let the shelves know each other, over a link that may have been cut."""
-        while True:
-            try:
-                await remote(Group(shelves)).meet(Group(shelves), WORKERS)
-                break
-            except (GroupError, ReferenceError):  # of a worker that is lost just now
-                await asyncio.sleep(0.2)
-        self._shelves = Group(shelves)
-
-    async def round(self, messages: int, event: str) -> None:
-        self._event = event
-        middle, until = self.messages + messages // 2, self.messages + messages
-        tasks = [asyncio.create_task(self._run(each, until)) for each in self._clients]
-        tasks.append(asyncio.create_task(self._disturb(middle)))
-        _, unended = await asyncio.wait(tasks, timeout=PATIENCE)
-        if unended:
-            raise TimeoutError(f"{len(unended)} tasks do not end: {aiorpc.observe.pending()[:5]}")
-        for each in tasks:
-            each.result()
-
-    async def _run(self, client: shelf.Client, until: int) -> None:
-        while self.messages < until:
-            try:
-                found = await client.call(self._shelves)
-                self.messages += len(found)
-                self.bytes += 4 * sum(found)
+                await step(next(self._numbers))
+                self.done[key[0]] += 1
+                if key in self._latest:
+                    self._latest[key] = begin
             except Exception as exc:
-                self.losses += 1
-                if self._event == "none" or not is_loss(exc):
-                    self.problems.append(f"{self._event}: {exc!r}")
-                    self.messages += 1  # so that the round ends
-                await asyncio.sleep(0.05)
+                self._on_error(" ".join(key), exc)
+            self._running.remove(key)
+            await asyncio.sleep(PAUSE)
 
-    async def _disturb(self, middle: int) -> None:
-        """Have something done to the hosts, and wait until the world is whole again."""
-        while self.messages < middle:  # noqa: ASYNC110
+    async def _mixed(self, client: shelf.Client, _: int) -> None:
+        await client.call(self._shelves)
+
+    def _on_error(self, what: str, exc: Exception) -> None:
+        """Count errors of lost calls; note others."""
+        for each in exc.exceptions if isinstance(exc, GroupError) else [exc]:
+            self.lost[type(each).__name__] += 1
+            if not (self.may_lose and is_loss(each)):
+                self.problems.append(f"{self._me}: {what}: {each!r}")
+
+    # ── calls that are counted where they run ───────────────────────────────────────────────────
+
+    async def _target(self, worker: str) -> RRef[Target]:
+        if worker not in self._targets:
+            self._targets[worker] = await lookup("target", on=worker)
+        return self._targets[worker]
+
+    async def _one(self, kind: Any, worker: str, number: int) -> None:
+        target = await self._target(worker)
+        try:
+            await kind(remote(target), number)
+        except Exception as exc:
+            self._note(worker, target, number, exc)
+            raise
+        self._note(worker, target, number, None)
+
+    async def _group(self, number: int) -> None:
+        targets = [await self._target(each) for each in self._others]
+        x = torch.full((TENSOR // 4,), float(number))
+        try:
+            results: list[Any] = await remote(Group(targets)).tensor(self._me, number, x)
+        except GroupError as exc:
+            results = exc.results
+        for worker, target, result in zip(self._others, targets, results, strict=True):
+            self._note(worker, target, number, result)
+        if failed := [each for each in results if isinstance(each, Exception)]:
+            raise failed[0]
+        for each in results:
+            shelf.check(each, len(x), float(number))
+
+    def _note(self, worker: str, target: RRef[Target], number: int, result: object) -> None:
+        """Remember how often a call has run, unless its process was replaced meanwhile."""
+        least = 0 if isinstance(result, Exception) else 1
+        most = int(result.may_have_run) if isinstance(result, RpcError) else least
+        if self._targets.get(worker) is target:
+            self._ended[worker].append((number, least, most))
+
+    async def _small(self, far: Any, number: int) -> None:
+        shelf.expect(await far.small(self._me, number), number)
+
+    async def _tensor(self, far: Any, number: int) -> None:
+        x = torch.full((TENSOR // 4,), float(number))
+        shelf.check(await far.tensor(self._me, number, x), len(x), float(number))
+
+    async def _stream(self, far: Any, number: int) -> None:
+        found = [each async for each in far.stream(self._me, number)]
+        shelf.expect(found, [*range(ITEMS)])
+
+    async def audit(self) -> None:
+        """Compare how the calls have ended with how often they have run."""
+        for worker in self._others:
+            ended, self._ended[worker] = self._ended[worker], []
+            target = remote(await self._target(worker))
+            try:
+                found = await target.ran(self._me, [number for number, _, _ in ended])
+            except RpcError:  # torch may tell late of a cut: the counts may be gone
+                continue
+            self.problems += [
+                f"{self._me}: a call to {worker} has run {times} times, due {least} to {most}"
+                for (_, least, most), times in zip(ended, found, strict=True)
+                if not least <= times <= most
+            ]
+
+    # ── commands ────────────────────────────────────────────────────────────────────────────────
+
+    async def until_all_work(self) -> None:
+        """Wait until a call of each kind to each worker that begins from now on has worked."""
+        begin = time.monotonic()
+        while min(self._latest.values()) < begin:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+    async def until_idle(self) -> None:
+        """Wait until each call has ended."""
+        while self._running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        tell(self._event)
-        await asyncio.to_thread(sys.stdin.readline)
-        shelves = [*self._shelves]
-        if self._event == "kill":
-            self._shelves = Group(shelves[:2])
-            shelves[2] = await self._made("b")
-        await self._meet(shelves)
 
-    async def rest(self, start: Sequence[Sample] = ()) -> list[Sample]:
-        """Drop every tensor; return samples when no thread is left, or much later."""
-        for client in self._clients:
-            client.drop()
+    def forget(self, worker: str) -> None:
+        """Forget a process that was replaced; nothing can tell which calls it has run."""
+        _kept.append(self._targets.pop(worker))
+        self._ended[worker].clear()
+
+    async def meet(self) -> None:
+        """Let the targets of all workers know each other."""
+        found = Group[shelf.Shelf]([await self._target(each) for each in WORKERS])
+        await remote(found).meet(found, WORKERS)
+        self._shelves = found
+
+    async def drop(self) -> None:
+        for each in self._clients:
+            each.drop()
         await remote(self._shelves).drop()
-        found, gone = await samples(), asyncio.get_running_loop().time() + REST
-        while any(left(each) for each in found) and asyncio.get_running_loop().time() < gone:
-            await asyncio.sleep(0.5)
-            found = await samples()
-        return found
 
 
 def is_loss(exc: BaseException) -> bool:
-    """Return whether a call ended since its worker was lost, or its connection; or a nested one."""
-    if isinstance(exc, GroupError):
-        return all(map(is_loss, exc.exceptions))
-    return isinstance(exc, WorkerLost | WorkerUnreachable)
+    """Return whether a call ended since its worker was lost or replaced, or its connection."""
+    return isinstance(exc, aiorpc.errors.WorkerGone | ReferenceError)
 
 
-async def samples() -> list[Sample]:
-    return [await call(each, sample) for each in WORKERS]
+caller: Caller | None = None
 
 
-def left(found: Sample) -> list[str]:
-    """Return what a process must not hold at rest."""
-    return [
-        f"{getattr(found, each)} {each}" for each in ("threads", "received") if found[2:4] != (0, 0)
-    ]
+# ── what "main" has other workers run ───────────────────────────────────────────────────────────
 
 
-async def drive(seed: str, rounds: int, messages: int) -> None:
-    async with aiorpc.worker(
-        "main", rank=0, world_size=len(WORKERS), init_method=INIT, heartbeat=HEARTBEAT
-    ) as me:
-        soak = Soak(me, seed)
-        await soak.start()
-        try:
-            for event in EVENTS:  # all paths are warm
-                await soak.round(messages, event)
-            rests = [await soak.rest()]
-            quarters = [part * rounds // 4 for part in (1, 2, 3)]
-            for number in range(rounds):
-                if number in quarters:
-                    rests.append(await soak.rest())
-                await soak.round(messages, EVENTS[number % len(EVENTS)])
-                totals = soak.messages, soak.bytes, soak.losses
-                tell("round", [number, *totals, await samples()])
-            tell("rest", [*rests, await soak.rest()])
-        except Exception as exc:
-            soak.problems.append(f"stopped by {exc!r}")
-        for each in WORKERS[1:]:
-            with contextlib.suppress(RpcError):
-                await call(each, stop)
-        tell("end", [soak.problems, aiorpc.observe.stats().socket_messages])
+async def listening() -> int:
+    """Return the port at which the worker takes connections of other hosts."""
+    server = entry_points.serving()
+    assert isinstance(server, servers.Server)
+    assert server._listener is not None
+    assert server._listener.addresses.tcp is not None
+    return server._listener.addresses.tcp[1]
 
 
-async def serve(rank: int, name: str) -> None:
-    tell("pid", os.getpid())
-    async with aiorpc.worker(
-        name, rank=rank, world_size=len(WORKERS), init_method=INIT, heartbeat=HEARTBEAT
-    ):
-        await _stopped.wait()  # `serve` would end with a cut, after which no live peer is left
+def port_of_calls(peer: str) -> int:
+    """Return the port of this end of the connection for calls."""
+    node = entry_points.here
+    assert node is not None
+    return int(node.pool.connection(peer)._transport.get_extra_info("sockname")[1])
 
 
-def main(rank: str, name: str, seed: str, rounds: str, messages: str) -> None:
-    gc.freeze()
-    if rank == "0":
-        asyncio.run(drive(seed, int(rounds), int(messages)))
+async def go(*, on: bool) -> None:
+    """Let the clients of this worker call, or not."""
+    if on:
+        _open.set()
     else:
-        asyncio.run(serve(int(rank), name))
+        _open.clear()
+
+
+async def jump(seconds: float) -> None:
+    """Let Python's wall clock be wrong by so much."""
+    time.time = lambda: _true_time() + seconds
+
+
+async def stop() -> None:
+    _stopped.set()
+
+
+async def sample() -> dict[str, int]:
+    """Return what this process holds."""
+    node, server = entry_points.here, entry_points.serving()
+    assert node is not None
+    assert isinstance(server, servers.Server)
+    memory, stats = swept_memory(), aiorpc.observe.stats()
+    names = [each.name for each in threading.enumerate()]
+    return {
+        "kB": memory >> 10,
+        "descriptors": open_descriptors(),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "transfer threads": sum(each in ("aiorpc-send", "aiorpc-receive") for each in names),
+        "bytes for transfers": receive_memory_of(asyncio.get_running_loop()).pool.total,
+        "segments": mapped_segments(),
+        "calls": stats.in_flight + stats.running,
+        "connections": len(node.pool.all_connections()),
+        "watches": len(node.pool._watches),
+        "sessions": len(server.sessions),
+        "ended": len(server.sessions._ended),
+    }
+
+
+async def on_caller(method: str, *args: Any) -> None:
+    assert caller is not None
+    found = getattr(caller, method)(*args)
+    if found is not None:
+        await found
+
+
+async def allow(*, losses: bool) -> list[Any]:
+    """Let calls end with errors, or not; return what was wrong, and what was lost and done."""
+    assert caller is not None
+    found = [caller.problems, caller.lost, caller.done]
+    caller.problems, caller.lost, caller.done = [], Counter(), Counter()
+    caller.may_lose = losses
+    return found
+
+
+async def on_all(what: Callable[..., Awaitable[Any]], *args: Any, **named: Any) -> list[Any]:
+    """Run it on both callers, again if torch tells late of a cut."""
+    found: list[Any] = []
+    while len(found) < len(CALLERS):
+        with contextlib.suppress(aiorpc.WorkerLost, aiorpc.WorkerUnreachable):
+            found.append(await call(CALLERS[len(found)], what, *args, **named))
+    return found
+
+
+async def works_there() -> bool:
+    with contextlib.suppress(RpcError):
+        await call("a", on_caller, "until_all_work")
+        return True
+    return False
+
+
+def is_busy(found: dict[str, int]) -> bool:
+    """Return whether a transfer is under way, or has left memory beside that of the weights."""
+    return found["transfer threads"] > 0 or found["bytes for transfers"] > TENSOR
+
+
+async def rest() -> list[dict[str, int]]:
+    """Let all calls end; return samples once nothing of a transfer is left, or much later."""
+    await on_all(go, on=False)
+    await on_all(on_caller, "until_idle")
+    await on_caller("drop")
+    found, gone = await on_all(sample), time.monotonic() + REST
+    while any(map(is_busy, found)) and time.monotonic() < gone:
+        await asyncio.sleep(0.5)
+        found = await on_all(sample)
+    await on_all(go, on=True)
+    return found
+
+
+async def obey(words: list[str], follower: Any) -> Any:
+    """Do what a line of the input asks for; return the answer."""
+    match words:
+        case ["ports"]:
+            return await on_all(listening)
+        case ["calls"]:
+            return port_of_calls("a")
+        case ["meet"]:
+            return await on_caller("meet")
+        case ["forget", worker]:
+            return await on_all(on_caller, "forget", worker)
+        case ["go"]:
+            return await on_all(go, on=True)
+        case ["wait"]:  # until each kind of call works
+            begin, version = time.monotonic(), follower.version
+            await on_caller("until_all_work")
+            own = time.monotonic() - begin
+            while not await works_there():
+                pass
+            await follower.wait(version + 1)
+            return [own, time.monotonic() - begin]
+        case ["begin", losses]:
+            await on_all(on_caller, "audit")
+            return await on_all(allow, losses=losses == "losses")
+        case ["jump", seconds]:
+            return [await call(each, jump, float(seconds)) for each in WORKERS]
+        case ["rest"]:
+            return await rest()
+    raise ValueError(words)
+
+
+async def drive() -> None:
+    """Answer the lines of the input, and let all leave."""
+    follower = await follow("policy", poll=0.01)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        try:
+            answer = await asyncio.wait_for(obey(line.split(), follower), PATIENCE)
+        except TimeoutError:
+            raise RuntimeError(f"calls do not end: {aiorpc.observe.pending()}") from None
+        print(json.dumps(answer), flush=True)
+    await follower.aclose()
+    for each in WORKERS:
+        await call(each, stop)
+
+
+async def publish(weights: Weights) -> None:
+    while True:
+        await _open.wait()
+        await weights.publish({"w": torch.ones(TENSOR // 4)})
+        await asyncio.sleep(0.02)
+
+
+async def main(name: str, init: str, seed: str) -> None:
+    global caller
+    print(os.getpid(), flush=True)
+    gc.freeze()
+    options: Any = {"rank": WORKERS.index(name), "world_size": len(WORKERS)}
+    async with aiorpc.worker(name, init_method=init, heartbeat=HEARTBEAT, **options) as me:
+        target, weights = Target(), Weights({"w": torch.zeros(TENSOR // 4)})
+        aiorpc.register("target", target)
+        print("in", flush=True)
+        tasks = []
+        if name in CALLERS:
+            caller = Caller(me.name, seed)
+            tasks += caller.tasks
+        if name == "a":
+            aiorpc.register("policy", weights)
+            tasks.append(asyncio.create_task(publish(weights)))
+        if name == "main":
+            await drive()
+        await _stopped.wait()
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks) if tasks else None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    faulthandler.register(signal.SIGUSR1)
+    asyncio.run(main(*sys.argv[1:]))

@@ -14,7 +14,8 @@ from typing import Any
 LINK = "v0"
 """Name of a host's network interface."""
 
-NETWORK = "10.94.7"
+NETWORK = "10.94.7."
+NETWORK_6 = "fd94:7::"
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -31,11 +32,15 @@ class Host:
     Args:
         number: its number, from 1 on.
         keeper: the process that made its namespaces.
+        is_ipv6: whether it has IPv6 addresses alone.
     """
 
-    def __init__(self, number: int, keeper: "subprocess.Popen[bytes]") -> None:
-        self.address = f"{NETWORK}.{number}"
+    def __init__(
+        self, number: int, keeper: "subprocess.Popen[bytes]", *, is_ipv6: bool = False
+    ) -> None:
+        self.address = f"{NETWORK_6 if is_ipv6 else NETWORK}{number}"
         self.keeper = keeper.pid
+        self.is_ipv6 = is_ipv6
 
     def inside(self, *words: str) -> list[str]:
         """Return a command that runs another one on this host."""
@@ -69,21 +74,48 @@ class Host:
         """Send at full speed again."""
         self.run("tc", "qdisc", "del", "dev", LINK, "root")
 
+    def set_up(self) -> None:
+        """Give it its address, and let its interfaces be up."""
+        self._change_address("add")
+        for device in ("lo", LINK):
+            self.run("ip", "link", "set", device, "up")
+        if self.is_ipv6:
+            self.run("ip", "address", "del", "127.0.0.1/8", "dev", "lo")
+            keep = "echo 1 >/proc/sys/net/ipv6/conf/all/keep_addr_on_down"
+            self.run("sh", "-c", keep)
+
+    def move(self, address: str) -> None:
+        """Give it another address."""
+        self._change_address("del")
+        self.address = address
+        self._change_address("add")
+
+    def _change_address(self, verb: str) -> None:
+        at_once = ["nodad"] if self.is_ipv6 and verb == "add" else []
+        length = 64 if self.is_ipv6 else 24
+        self.run("ip", "address", verb, f"{self.address}/{length}", "dev", LINK, *at_once)
+
     def plug(self, *, is_up: bool) -> None:
         """Cut or mend the cable of this host."""
         self.run("ip", "link", "set", LINK, "up" if is_up else "down")
 
 
 @contextlib.contextmanager
-def hosts(count: int = 2) -> Iterator[list[Host]]:
+def hosts(count: int = 2, *, is_ipv6: bool = False) -> Iterator[list[Host]]:
     """Make hosts: two with a cable between them, or more at a switch.
+
+    Args:
+        count: number of hosts (default: 2).
+        is_ipv6: whether they have IPv6 addresses alone (default: IPv4).
 
     Raises:
         OSError: if `unshare` is missing.
         subprocess.CalledProcessError: if they cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        found = [Host(each + 1, stack.enter_context(_keeper())) for each in range(count)]
+        found = [
+            Host(each + 1, stack.enter_context(_keeper()), is_ipv6=is_ipv6) for each in range(count)
+        ]
         if count == 2:
             _connect(found[0], LINK, found[1])
         else:
@@ -95,9 +127,7 @@ def hosts(count: int = 2) -> Iterator[list[Host]]:
                 _connect(switch, port, host)
                 switch.run("ip", "link", "set", port, "master", "switch", "up")
         for host in found:
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", LINK)
-            for device in ("lo", LINK):
-                host.run("ip", "link", "set", device, "up")
+            host.set_up()
         yield found
 
 

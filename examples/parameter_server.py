@@ -137,7 +137,10 @@ if __name__ == "__main__":
     add("--restart", type=int, default=3, help="restarts of trainers, at most")
     add("--device", default="cpu", help="device of the trainers")
     add("--server-device", default="cpu", help="device of the model and the optimizer")
+    add("--quick", action="store_true", help="six steps of a small model, as a check")
     options = parser.parse_args()
+    if options.quick:
+        options.model, options.iterations, options.batch = "resnet18", 6, 4
     options.via = "cpu" if "cpu" in (options.device, options.server_device) else options.device
     options.maps = None if options.via == "cpu" else "auto"
     names = ["ps", *(f"trainer{rank + 1}" for rank in range(options.trainers))]

@@ -37,6 +37,17 @@ what waits on is cancelled. (tests/loopback/test_timeouts.py)
 """
 
 
+NOTICE = 0.5
+"""Seconds before its deadline at which it is asked where a call stands, a fifth of them at most."""
+
+SHORTEST = 0.05  # seconds of the deadlines before which nothing is asked
+
+
+def notice_of(seconds: float) -> float:
+    """Return how long before a deadline, `seconds` from now, it is asked where its calls stand."""
+    return min(NOTICE, seconds / 5) if seconds >= SHORTEST else 0.0
+
+
 class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
     """Bound a block, and all remote calls made inside together, to `seconds` from now.
 
@@ -81,13 +92,21 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
                 self._due = due = _BlockDeadline(due)
                 due.task, due.call, due.is_void = task, None, False
                 due.enclosing = _deadline.get()
-                self._handle = loop.call_later(due + LATER - time.monotonic(), self._expire, loop)
+                left = due - time.monotonic()
+                self._handle = loop.call_later(left - notice_of(left), self._foresee, loop)
         self._token = _deadline.set(due)
+
+    def _foresee(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._due is not None
+        self._handle = loop.call_later(self._due + LATER - time.monotonic(), self._expire, loop)
+        if self._due.call is not None:
+            foresee, _, args = self._due.call
+            foresee(*args)
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._due is not None and self._due.call is not None:
-            function, args = self._due.call
-            function(*args)
+            _, expire, args = self._due.call
+            expire(*args)
         self._count_down(loop, ITERATIONS)
 
     def _count_down(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
@@ -131,7 +150,8 @@ class _BlockDeadline(float):
 
     Attributes:
         task: the task of the block, None when it is over.
-        call: what ends the call that the task waits for, at the deadline.
+        call: what asks where the call stands that the task waits for, before the deadline, what
+            ends it at the deadline, and their arguments.
         enclosing: the deadline around the block.
         is_void: True once the block was left in another context, where it cannot be reset.
     """
@@ -139,7 +159,7 @@ class _BlockDeadline(float):
     __slots__ = ("call", "enclosing", "is_void", "task")
 
     task: asyncio.Task[Any] | None
-    call: tuple[Callable[..., object], Any] | None
+    call: tuple[Callable[..., object], Callable[..., object], Any] | None
     enclosing: float | None
     is_void: bool
 
@@ -157,17 +177,68 @@ def _found_deadline() -> float | None:
 
 
 def call_at(
-    due: float, seconds: float, function: Callable[..., object], *args: Any
+    due: float,
+    seconds: float,
+    foresee: Callable[..., object],
+    expire: Callable[..., object],
+    *args: Any,
 ) -> asyncio.TimerHandle | _BlockDeadline:
-    """Call a function at a deadline, `seconds` from now, while the current task waits.
+    """Call `foresee` shortly before a deadline, `seconds` from now, and `expire` at it.
 
-    A task that is inside of the block whose deadline it is needs no further timer.
+    For the call that the current task waits for; `expire` ignores one that has ended. A task that
+    is inside of the block whose deadline it is needs no further timer.
     """
     loop = asyncio.get_running_loop()
     if type(due) is _BlockDeadline and due.task is asyncio.current_task(loop) and not due.call:
-        due.call = function, args
+        due.call = foresee, expire, args
         return due
-    return loop.call_later(seconds, function, *args)
+    if not (notice := notice_of(seconds)):
+        return loop.call_later(seconds, expire, *args)
+    return loop.call_later(seconds - notice, _foresee, loop, due, foresee, expire, args)
+
+
+def _foresee(
+    loop: asyncio.AbstractEventLoop,
+    due: float,
+    foresee: Callable[..., object],
+    expire: Callable[..., object],
+    args: Any,
+) -> None:
+    loop.call_later(due - time.monotonic(), expire, *args)
+    foresee(*args)
+
+
+class ForeseenTimer:
+    """A timer of the running loop: `foresee(seconds)` shortly before, `expire(seconds)` at its end.
+
+    Args:
+        seconds: its time.
+        foresee: a function that asks where calls stand.
+        expire: a function that ends them.
+    """
+
+    __slots__ = ("_due", "_expire", "_foresee", "_handle", "_seconds")
+
+    def __init__(
+        self,
+        seconds: float,
+        foresee: Callable[[float], object],
+        expire: Callable[[float], object],
+    ) -> None:
+        self._seconds, self._foresee, self._expire = seconds, foresee, expire
+        self._due = time.monotonic() + seconds
+        loop = asyncio.get_running_loop()
+        self._handle = loop.call_later(seconds - notice_of(seconds), self._on_notice)
+
+    def _on_notice(self) -> None:
+        left = self._due - time.monotonic()
+        self._handle = asyncio.get_running_loop().call_later(left, self._expire, self._seconds)
+        if notice_of(self._seconds):
+            self._foresee(self._seconds)
+
+    def cancel(self) -> None:
+        """End the timer."""
+        self._handle.cancel()
 
 
 def checked_timeout(timeout: Any) -> float | None:

@@ -36,16 +36,20 @@ class StallWatch:
         self._looks = 0  # that have found the loop standing
         self._warned: dict[tuple[CodeType, int], float] = {}
 
-    def look(self, now: float) -> None:
-        """Probe the loop, or warn that it has not run since the last look but one."""
+    def look(self, now: float) -> bool:
+        """Probe the loop, or warn that it has not run since the last look but one.
+
+        Return False if the last look was a moment ago.
+        """
         if now < self._next:
-            return
+            return False
         self._next = now + LOOK_INTERVAL
         blocked = self._lag.blocked_for()
         self._looks = self._looks + 1 if blocked > LOOK_INTERVAL / 2 else 0
         if self._looks == 2 and (frame := sys._current_frames().get(self._thread)) is not None:
             self._warn(frame, blocked, now)
         self._lag.probe()
+        return True
 
     def _warn(self, frame: FrameType, seconds: float, now: float) -> None:
         frames = [*outwards(frame)]

@@ -161,14 +161,18 @@ class InlineFuture:
         "_state",
         "_step",
         "answer",  # the result, once it is set
+        "connection",  # over which the call is sent
         "event",  # of a profiler that records the call, until its result; else not set
+        "number",  # of the call there
         "source",  # the target of the call as the caller named it
         "started",  # `time.monotonic()` of the call
         "target",  # as encoded
     )
 
     answer: Any
+    connection: Any
     event: Any
+    number: int
     source: Any
     started: float
     target: Any

@@ -5,6 +5,7 @@ A call binds its arguments and joins the queue of its instance; the queue runs t
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -108,7 +109,7 @@ def batched(
         @aiorpc.batched(max_size=64, stack=True, device="cuda")
         def infer(self, states: Tensor) -> Tensor: ...  # [B, ...] in, [B, ...] out
 
-        @aiorpc.batched(max_size=64, max_weight=256, concat=True, pad_to=(64, 256))
+        @aiorpc.batched(concat=True, max_weight=256, pad_to=(64, 256))
         def embed(self, rows: Tensor) -> Tensor: ...  # [n, ...] of each caller, [n, ...] back
 
         @aiorpc.batched(max_size=16)
@@ -125,7 +126,8 @@ def batched(
 
     Args:
         policy: A `Fill` or a `Round`. In place of a `Fill`, its arguments: `max_size`, the most
-            calls in a batch; `max_wait`, the seconds that the oldest call waits for others
+            calls in a batch (default: as many as rows, by `max_weight` with `concat` or by
+            `pad_to`); `max_wait`, the seconds that the oldest call waits for others
             (default: 0.0); `max_concurrent_batches`, the batches that run at once (default: 1);
             `max_pending`, the most calls that wait (default: None, no limit); `key`, `weight` and
             `max_weight`, which `Fill` describes.
@@ -152,7 +154,7 @@ def batched(
         if "max_concurrency" in fill:
             raise TypeError("max_concurrency= is called max_concurrent_batches=")
         if "max_size" not in fill:
-            raise TypeError("batched needs max_size=, or a Fill or a Round")
+            fill["max_size"] = _most_calls(stack, concat, pad_to, fill.get("max_weight"))
         policy = Fill(**fill)
     elif not isinstance(policy, Policy):
         raise TypeError(
@@ -165,6 +167,18 @@ def batched(
     if collation is not None:
         policy = _fit(policy, collation)
     return functools.partial(Batched, policy=policy, collation=collation)
+
+
+def _most_calls(stack: bool, concat: bool, pad_to: Sequence[int] | None, max_weight: Any) -> Any:
+    """Return the default of `max_size`: as many calls as rows, where those are bounded."""
+    if concat and callable(max_weight):
+        return max_weight
+    if concat and isinstance(max_weight, int | float):
+        return max(1, int(max_weight)) if math.isfinite(max_weight) else 1  # `Fill` checks it
+    if (stack or concat) and pad_to is not None:
+        return _check_sizes(pad_to)[-1]
+    more = ", max_weight= or pad_to=" if concat else ""
+    raise TypeError(f"batched needs max_size={more}, or a Fill or a Round")
 
 
 def _new_collation(

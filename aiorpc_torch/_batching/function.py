@@ -12,13 +12,16 @@ import torch
 
 from .._endpoint.runtime import OwnThread, in_thread
 from .._torch.cuda import fence_tree
-from .collate import Collation, Collator, collate, rows_of, with_rows
+from .collate import Collation, Collator, Rows, collate, rows_of, with_rows
 from .cuda_collate import CudaCollator
 from .results import ENDED, split_results, with_ends
 from .traits import CallArgs
 
 InThread = Callable[[Callable[[], list[Any]]], Coroutine[Any, Any, list[Any]]]
 """Runs a function in a thread."""
+
+FindRows = Callable[[], Rows]
+"""Returns the rows of a batch, which it finds at the first call."""
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
@@ -77,6 +80,7 @@ class BatchFunction:
         calls: Sequence[CallArgs],
         compute: Callable[[Collator], Any] | None = None,
         in_thread: InThread = in_thread,
+        rows: FindRows | None = None,
     ) -> list[Any]:
         """Call the function, or `compute`, once for all `calls`; return one result per call.
 
@@ -84,18 +88,28 @@ class BatchFunction:
             BatchContractError: if the function does not return one result per call.
         """
         if compute is None:
-            compute = functools.partial(self._call, instance, calls)
+            if self._rows is not None:
+                rows = self._find_rows(calls)
+            compute = functools.partial(self._call, instance, calls, rows)
+        count = len(calls)
         if self._cuda is not None:
-            return await self._results_on_cuda(self._cuda_collator, compute, calls, in_thread)
+            collator = self._cuda_collator
+            return await self._results_on_cuda(collator, compute, count, rows, in_thread)
         if not self.is_async:
-            return await in_thread(lambda: self._split(compute(self._collator), calls))
+            return await in_thread(lambda: self._split(compute(self._collator), count, rows))
         result = await compute(self._collator)
         fence = fence_tree(result) if self._stacked else None
         if fence is None:
-            return self._split(result, calls)
+            return self._split(result, count, rows)
         # In a thread: the loop must not wait for a device.
-        split = functools.partial(self._split_after, fence.wait, result, calls)
+        split = functools.partial(self._split_after, fence.wait, result, count, rows)
         return await in_thread(split)
+
+    def _find_rows(self, calls: Sequence[CallArgs]) -> FindRows | None:
+        """Return what finds the rows of a batch, once, where that is first called."""
+        if self._rows is None:
+            return None
+        return functools.cache(functools.partial(rows_of, calls, self._rows))
 
     async def iterate(
         self, instance: Any, calls: Sequence[CallArgs]
@@ -106,17 +120,18 @@ class BatchFunction:
             BatchContractError: if a step has not one result per call.
         """
         source: Any = None
+        rows = self._find_rows(calls)
         thread = None if self.is_async else OwnThread()
         run = in_thread if thread is None else thread.run
 
         def step(collator: Collator) -> Any:
             nonlocal source
             if source is None:
-                source = self._call(instance, calls, collator)
+                source = self._call(instance, calls, rows, collator)
             return _next(source) if self.is_async else next(source, ENDED)
 
         try:
-            while (results := await self.run(instance, calls, step, run)) is not ENDED:
+            while (results := await self.run(instance, calls, step, run, rows)) is not ENDED:
                 yield results
         finally:
             await _close(source, thread)
@@ -131,7 +146,8 @@ class BatchFunction:
         self,
         collator: CudaCollator,
         compute: Callable[[Collator], Any],
-        calls: Sequence[CallArgs],
+        count: int,
+        rows: FindRows | None,
         in_thread: InThread,
     ) -> list[Any]:
         ready = collator.record_event()  # the loop's stream holds the callers' tensors
@@ -140,7 +156,7 @@ class BatchFunction:
             def work() -> list[Any]:
                 with collator.on_stream(ready):
                     copied, done = collator.to_host(compute(collator))
-                return self._split_after(done.synchronize, copied, calls)
+                return self._split_after(done.synchronize, copied, count, rows)
 
             return await in_thread(work)
         with collator.on_stream(ready):
@@ -148,34 +164,39 @@ class BatchFunction:
         result = await collator.run_coroutine(coroutine)
         with collator.on_stream():
             copied, done = collator.to_host(result)
-        split = functools.partial(self._split_after, done.synchronize, copied, calls)
+        split = functools.partial(self._split_after, done.synchronize, copied, count, rows)
         return await in_thread(split)
 
     def _split_after(
-        self, wait: Callable[[], object], result: Any, calls: Sequence[CallArgs]
+        self, wait: Callable[[], object], result: Any, count: int, rows: FindRows | None
     ) -> list[Any]:
         wait()
-        return self._split(result, calls)
+        return self._split(result, count, rows)
 
-    def _split(self, result: Any, calls: Sequence[CallArgs]) -> list[Any]:
+    def _split(self, result: Any, count: int, rows: FindRows | None) -> list[Any]:
         if self.is_generator:
             if result is ENDED:
                 return ENDED  # type: ignore[no-any-return]
-            result = with_ends(result, len(calls), stacked=self._stacked)
-        rows = None if self._rows is None else rows_of(calls, self._rows)
+            result = with_ends(result, count, stacked=self._stacked)
         return split_results(
             result,
-            len(calls),
+            count,
             self.name,
             stacked=self._stacked,
             for_all=self._for_all,
-            rows=rows,
+            rows=None if rows is None else rows(),
             verb="yielded" if self.is_generator else "returned",
         )
 
-    def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
-        if self._rows is not None:
-            calls = with_rows(calls, rows_of(calls, self._rows))
+    def _call(
+        self,
+        instance: Any,
+        calls: Sequence[CallArgs],
+        rows: FindRows | None,
+        collator: Collator,
+    ) -> Any:
+        if rows is not None:
+            calls = with_rows(calls, rows())
         columns = zip(*calls, strict=True)
         values: list[Any]
         if self._stacked:

@@ -109,6 +109,10 @@ class QueuedCall:
         self.receiver = None
         on_result(result)
 
+    def batch(self) -> RunningBatch | None:
+        """Return the batch that it is in, None while it waits for one."""
+        return self.queue.batch_of(self)
+
     def cancel(self) -> None:
         """Leave the queue. In a running batch, only drop the result."""
         if self.has_left:
@@ -234,9 +238,19 @@ class BatchQueue:
             self._scheduler.use(policy)
             self._schedule_dispatch()  # a batch of those that wait may be ready now
 
+    @property
+    def name(self) -> str:
+        """Return the name of the function."""
+        return self._function.name
+
     def running(self) -> list[RunningBatch]:
         """Return the batches that run."""
         return [*self._running.values()]
+
+    def batch_of(self, call: QueuedCall) -> RunningBatch | None:
+        """Return the batch that a call is in, None while it waits for one."""
+        found = (each for batch, each in self._running.items() if call in batch.items)
+        return next(found, None)
 
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
@@ -284,6 +285,7 @@ def child_main(
     """Run in the child from its start to its end."""
     use_outputs(outputs)
     mark_this_process()
+    _show_name(config.name)
     close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
     _leave_signals_to_parent(pipe)
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
@@ -306,6 +308,12 @@ def child_main(
         kill_descendants(os.getpid())
         code = 0 if is_told else 1
     end_process(code)
+
+
+def _show_name(name: str) -> None:
+    """Let `ps -o comm`, `top` and `htop` show a worker's name, its first 15 bytes. On Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def _leave_signals_to_parent(pipe: Connection) -> None:

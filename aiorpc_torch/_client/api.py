@@ -23,14 +23,13 @@ from .._torch.compat import RRefBase, WorkerInfo
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
 from .call import RemoteCall, create_object
-from .group import AnyCall, AnyMember, Group, create_on
+from .group import Group, create_on
 from .group_call import GroupCall
 from .named_members import NamedMembers
 from .pool import WorkerRef, current
 from .proxies import AnyProxy, GroupProxy, RemoteProxy, SupervisedProxy
-from .retried import RetriedCall, checked_retries
+from .routes import AnyMember, call_of, checked_retries, placeholder
 from .supervised import Supervised
-from .supervised_calls import SupervisedCall
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -327,16 +326,10 @@ def _call_object(
         of_members = partial(target, function=function)
         return GroupCall[Any, Any](to, of_members, args, kwargs, timeout, retries)
 
-    def make(seconds: float | None) -> RemoteCall:
-        if isinstance(to, RRefBase):
-            return RemoteCall(to, target(to, function), seconds, *args, **kwargs)
-        if isinstance(to, Supervised):
-            return SupervisedCall(to, target(to.rref, function), args, kwargs, seconds)
-        return AnyCall(to, target((0, 0), function), args, kwargs, seconds)
-
     if not isinstance(to, RRefBase | Supervised | AnyMember):
         raise _no_target(to)
-    return RetriedCall(make, timeout, retries) if retries else make(timeout)
+    on = placeholder(to)
+    return call_of(to, target(on, function), timeout, retries, *args, **kwargs)
 
 
 def _no_target(to: Any) -> TypeError:
@@ -565,12 +558,8 @@ async def fetch(
     if isinstance(found, RRefBase) and found.is_owner():
         return found.local_value()  # type: ignore[no-any-return]
 
-    def make(seconds: float | None) -> RemoteCall:
-        if isinstance(found, Supervised):
-            return SupervisedCall(found, FetchTarget(found.rref), (), {}, seconds)
-        return RemoteCall(_checked_rref(found), FetchTarget(found), seconds)
-
-    return await (RetriedCall(make, bound, retries) if retries else make(bound))  # type: ignore[no-any-return]
+    on = found.rref if isinstance(found, Supervised) else _checked_rref(found)
+    return await call_of(found, FetchTarget(on), bound, retries)  # type: ignore[no-any-return]
 
 
 def _checked_rref(rref: Any) -> RRef[Any]:

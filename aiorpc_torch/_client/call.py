@@ -7,29 +7,32 @@ coroutine; `async for` and `async with` send it as a stream.
 import asyncio
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from functools import partial
 from sys import modules
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .._aio.deadlines import (
     ANYIO_BACKEND,
+    ForeseenTimer,
     anyio_scope_deadline,
     call_at,
     current_deadline,
     deadline_in,
     earlier,
 )
+from .._aio.items import ItemIterator, has_passed
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
-from .._wire.entered import Entered
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
 from ..errors import CallTimeout, WorkerGone
 from .answers import raise_aborted
 from .connection import Connection
+from .pending import cancel, expire, foresee
 from .pool import WorkerRef, connection_to
-from .stream_reader import StreamReader, cut_short
+from .stream_reader import StreamReader
 
 R = TypeVar("R")
 
@@ -66,6 +69,12 @@ class LazyCall(Coroutine[Any, Any, R]):
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
         return steps
+
+    def _use(self) -> None:
+        """Note that the call is iterated. Raise RuntimeError if it was used already."""
+        if self._steps is not None:
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
 
     def _what(self) -> str:
         """Return what is called, for texts."""
@@ -148,11 +157,11 @@ class RemoteCall(LazyCall[Any]):
         if self._timeout is not None or current_deadline() is not None or ANYIO_BACKEND in modules:
             due, bound = self._bounds(connection)
         # The target keeps its RRef, so the object lives until the result is here.
-        number, future = connection.call(self._target, self._arguments, bound)
+        future = connection.call(self._target, self._arguments, bound)
         timer = None
         if due is not None:
             left = due - time.monotonic()
-            timer = call_at(due, left, connection.expire, number, left, self._target)
+            timer = call_at(due, left, foresee, expire, future, left)
         try:
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
@@ -162,7 +171,7 @@ class RemoteCall(LazyCall[Any]):
                 _raise(answer, self._target)
             return answer
         except BaseException:
-            connection.cancel(number)
+            cancel(future)
             raise
         finally:
             self._steps = USED
@@ -175,22 +184,18 @@ class RemoteCall(LazyCall[Any]):
         return self._iterate(enters=False)
 
     def _iterate(self, *, enters: bool) -> "RemoteStream":
-        if self._steps is not None:
-            raise RuntimeError(ALREADY_AWAITED)
-        self._steps = USED
+        self._use()
         try:
             connection = connection_to(self._worker)
         except WorkerGone as exc:
             raise self._not_sent(exc) from None
         due, bound = self._bounds(connection)
-        number, reader = connection.stream(self._target, self._arguments, bound)
-        timer = None
+        reader = connection.stream(self._target, self._arguments, bound)
+        reader.enters, timer = enters, None
         if due is not None:  # of its own: the stream may outlive the block of the deadline
-            left, loop = due - time.monotonic(), asyncio.get_running_loop()
-            timer = loop.call_later(
-                left, connection.expire_stream, number, left, self._target, reader
-            )
-        return RemoteStream(connection, number, reader, bound, timer, self._target, enters)
+            left = due - time.monotonic()
+            timer = ForeseenTimer(left, partial(foresee, reader), partial(expire, reader))
+        return RemoteStream(reader, bound, timer)
 
     # ── entered ─────────────────────────────────────────────────────────────────────────────────
 
@@ -259,57 +264,23 @@ _HINTS = {
 """Notes for a TypeError of a method that has no such parameter."""
 
 
-class RemoteStream(AsyncIterator[Any]):
+class RemoteStream(ItemIterator[Any]):
     """The items of a remote generator. If the consumer leaves early, the generator is closed."""
 
     def __init__(
-        self,
-        connection: Connection,
-        number: int,
-        reader: StreamReader,
-        bound: float | None,
-        timer: asyncio.TimerHandle | None,
-        target: Target,
-        enters: bool,
+        self, reader: StreamReader, bound: float | None, timer: ForeseenTimer | None
     ) -> None:
-        self._enters = enters
-        self._is_cut_short = False
+        super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._connection = connection
-        self._number = number
         self._reader = reader
         self._bound = bound
         self._timer = timer
-        self._target = target
 
     def __repr__(self) -> str:
-        return f"<stream of {target_name(self._target)}>"
+        return f"<stream of {target_name(self._reader.source)}>"
 
-    async def __anext__(self) -> Any:
-        if self._reader.is_awaited():  # as for an async generator
-            raise RuntimeError("another task waits for the next item of this stream")
-        if self._is_cut_short:
-            raise cut_short(repr(self))
-        try:
-            item = await self._reader.next()
-            if self._enters or type(item) is Entered:
-                item = self._enter(item)
-            return item
-        except BaseException as exc:
-            self._is_cut_short = not isinstance(exc, Exception)
-            self._stop()
-            if isinstance(exc, Exception) and has_passed(self._bound):
-                await asyncio.sleep(0)  # as in `RemoteCall._run`: the scope reports it
-            raise
-
-    def _enter(self, item: Any) -> Any:
-        """Return what a remote context manager has returned at its entry."""
-        name, is_manager = target_name(self._target), type(item) is Entered
-        if not is_manager:
-            raise TypeError(f"{name} is a generator: use `async for`, not `async with`")
-        if not self._enters:
-            raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
-        return item.value
+    def _next(self) -> Awaitable[Any]:
+        return self._reader.next()
 
     def _has_item(self) -> bool:
         return self._reader.has_item()
@@ -324,10 +295,9 @@ class RemoteStream(AsyncIterator[Any]):
         """Raise what has ended the stream before its consumer: a deadline, or a loss."""
         self._reader.raise_failure()
 
-    async def aclose(self) -> None:
-        """Close the remote generator: its `finally` runs. `break` does the same."""
-        self._is_cut_short = False
-        self._stop()
+    def _stop(self) -> None:
+        self._reader.close()
+        _cancel(self._reader, self._timer)
 
     def __del__(self) -> None:
         # Garbage may be collected in any thread, inside any code of the connection, and after the
@@ -335,19 +305,10 @@ class RemoteStream(AsyncIterator[Any]):
         if not self._loop.is_closed():
             is_here = asyncio._get_running_loop() is self._loop
             call = self._loop.call_soon if is_here else self._loop.call_soon_threadsafe
-            call(_cancel, self._connection, self._number, self._timer)
-
-    def _stop(self) -> None:
-        self._reader.close()
-        _cancel(self._connection, self._number, self._timer)
+            call(_cancel, self._reader, self._timer)
 
 
-def _cancel(connection: Connection, number: int, timer: asyncio.TimerHandle | None) -> None:
-    connection.cancel(number)
+def _cancel(reader: StreamReader, timer: ForeseenTimer | None) -> None:
+    cancel(reader)
     if timer is not None:
         timer.cancel()
-
-
-def has_passed(deadline: float | None) -> bool:
-    """Return whether a `time.monotonic()` is over; False for None."""
-    return deadline is not None and deadline <= time.monotonic()

@@ -19,7 +19,7 @@ from itertools import islice
 from sys import modules
 from typing import Any
 
-from .._aio.deadlines import in_seconds
+from .._aio.deadlines import in_seconds, notice_of
 from .._aio.tasks import InlineFuture, resume_all
 from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
@@ -38,7 +38,9 @@ from .._wire.frames import (
     CALLS,
     RESULTS,
     RETIRE,
+    WHERE,
     frame,
+    header,
 )
 from .._wire.handshake import ARGUMENTS, Party, number_for
 from .._wire.messages import Arguments, EncodedCall, decode_reply
@@ -58,6 +60,7 @@ from .answers import error_of_close
 from .call_encoder import PICKLED, CallEncoder
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
+from .questions import Questions
 from .sender import CallSender
 from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
@@ -114,6 +117,9 @@ class Connection(Channel):
             self, peer.name, self._loop, self._pending, window, *ways, self._fail
         )
         self._state = self._sender.state
+        self.questions = Questions(
+            self._key, self.peer, self._pending, self.write, self._why_unsent
+        )
         self._introductions: Introductions | None = None
         self._succeed: Callable[[str], Connection]
         self._opening: asyncio.Task[None] | None = None
@@ -125,7 +131,7 @@ class Connection(Channel):
         self._error: RpcError | None = None  # reason of its end
         self._must_answer_retire = False
         self._is_successor = False  # its first calls were not sent over another connection
-        self._passed_on: dict[int, tuple[Connection, int]] = {}  # calls, and their number there
+        self._passed_on = 0  # calls that another connection has taken over
         self.is_finished = False
 
     def __repr__(self) -> str:
@@ -157,6 +163,10 @@ class Connection(Channel):
         calls = [each for each in receivers if not isinstance(each, StreamReader)]
         return [(target_name(each.source), each.started) for each in calls]
 
+    def oldest(self, most: int) -> list[tuple[int, ReplyReceiver]]:
+        """Return the numbers and receivers of the oldest pending calls. In any thread."""
+        return [*islice(self._pending.items(), most)]
+
     def has_work(self) -> bool:
         """Return whether a call is pending or unsent, or the peer still needs its tensors."""
         state = self._state
@@ -165,7 +175,7 @@ class Connection(Channel):
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""
         return {
-            "calls": self._calls - len(self._passed_on),
+            "calls": self._calls - self._passed_on,
             "in_flight": len(self._pending),
             "unsent": len(self._state),
             "messages": self._sender.messages + self._lone_calls,
@@ -177,8 +187,8 @@ class Connection(Channel):
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
-    def call(self, target: Target, args: Arguments, due: float | None) -> tuple[int, InlineFuture]:
-        """Send a call; return its number and the future of its value, or of its failure."""
+    def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
+        """Send a call; return the future of its value, or of its failure."""
         future = InlineFuture(self._loop)
         number = self._calls
         is_bare = not ((propagation.used or TRACER in modules) and is_needed())
@@ -191,16 +201,17 @@ class Connection(Channel):
                 self._lone_calls += 1
                 self._lone_bytes += len(data)
                 self._state.window.sent(number, len(data))
-                self.write(frame(CALLS, data))
-                return number, future
+                self.write(header(len(data), CALLS) + data)  # as `frame`, of small data
+                return future
         self._submit(self.encoder.call(number, target, False, args, due), future, target)
-        return number, future
+        return future
 
     def _register(
         self, number: int, receiver: ReplyReceiver, target: Target, encoded: EncodedTarget
     ) -> None:
         """Let a call wait for its reply."""
         self._calls = number + 1
+        receiver.connection, receiver.number = self, number
         receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
         self._pending[number] = receiver
         if profiler_enabled():  # until its result
@@ -209,69 +220,63 @@ class Connection(Channel):
 
     def call_prepared(
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
-    ) -> tuple[int, InlineFuture]:
+    ) -> InlineFuture:
         """Send a call of a group, whose target is encoded. Returns the same as `call`."""
         future = InlineFuture(self._loop)
-        call = self.encoder.member_call(self._calls, encoded, args, due)
-        self._submit(call, future, target)
-        return call.number, future
+        self._submit(self.encoder.member_call(self._calls, encoded, args, due), future, target)
+        return future
 
-    def stream(
-        self, target: Target, args: Arguments, due: float | None
-    ) -> tuple[int, StreamReader]:
-        """Send a call of a generator; return its number and the reader of its items."""
-        call = self.encoder.call(self._calls, target, True, args, due)
-        number = call.number  # the closure must not keep the arguments of the call
-        reader = StreamReader(call_name(target), lambda credit: self._grant(number, credit))
+    def stream(self, target: Target, args: Arguments, due: float | None) -> StreamReader:
+        """Send a call of a generator; return the reader of its items."""
+        call, reader = self.encoder.call(self._calls, target, True, args, due), StreamReader()
         self._submit(call, reader, target)
-        return number, reader
+        return reader
 
     def cancel(self, number: int) -> None:
         """Cancel a call: its caller does not wait any more."""
-        if number in self._passed_on:
-            successor, number = self._passed_on[number]
-            successor.cancel(number)
-        elif self._pending.drop(number) and not self._loop.is_closed():
+        if self._pending.drop(number) and not self._loop.is_closed():
             self._state.cancel(number)
             self._carriers.drop_cancelled()
             self.flush_soon()
 
-    def expire(self, number: int, seconds: float, target: Target) -> None:
-        """End a call with CallTimeout: it has no result after `seconds`."""
-        if number in self._passed_on:
-            successor, number = self._passed_on[number]
-            successor.expire(number, seconds, target)
-        elif self._holding is not None and self._holding.is_held(self.peer.name):
+    def foresee(self, number: int, seconds: float) -> None:
+        """Ask where a call stands that `expire` will end soon, for the text of its error."""
+        if number in self._pending and (left := notice_of(seconds)):
+            self.questions.foresee(number, left)
+
+    def _why_unsent(self, number: int) -> str | None:
+        """Return why a pending call is not sent, None if it is."""
+        if not self.is_open:
+            return "is not sent: there is no connection yet"
+        if not self._state.was_sent(number):
+            return "is not sent: it waits for flow control, or a copy of its tensors"
+        return None
+
+    def expire(self, call: ReplyReceiver, seconds: float) -> None:
+        """End a call with CallTimeout: it has no result, or not all items, after `seconds`."""
+        number = call.number
+        if self._holding is not None and self._holding.is_held(self.peer.name):
             self._give_up(number, seconds)
         elif number in self._pending:
             was_sent = self._state.cancel(number)
-            error = self._late(seconds, target, was_sent=was_sent)
-            self._pending.fail((number,), error)
+            self._pending.fail((number,), self._late(call, seconds, was_sent=was_sent))
             self._carriers.drop_cancelled()
             self.flush_soon()
         else:
-            late = CallAborted(self._late(seconds, target, was_sent=True))
+            late = CallAborted(self._late(call, seconds, was_sent=True))
             self._pending.finish_loading(number, late)
+        if isinstance(call, StreamReader) and call.is_collecting():  # its last items
+            call.fail(CallAborted(self._late(call, seconds, was_sent=True)))
 
-    def expire_stream(
-        self, number: int, seconds: float, target: Target, reader: StreamReader
-    ) -> None:
-        """End a stream with CallTimeout, also one whose last items are still collected."""
-        self.expire(number, seconds, target)
-        if reader.is_collecting():
-            reader.fail(CallAborted(self._late(seconds, target, was_sent=True)))
-
-    def _late(self, seconds: float, target: Target, *, was_sent: bool) -> CallTimeout:
+    def _late(self, call: ReplyReceiver, seconds: float, *, was_sent: bool) -> CallTimeout:
         what = "may have run" if was_sent else "was not sent"
-        peer, method = self.peer.name, call_name(target)
+        peer, method = self.peer.name, call_name(call.source)
         text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
+        text += self.questions.text_of(call.number)
         return CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
 
-    def _grant(self, number: int, credit: int) -> None:
-        if number in self._passed_on:
-            successor, number = self._passed_on[number]
-            successor._grant(number, credit)
-            return
+    def grant(self, number: int, credit: int) -> None:
+        """Let the callee send further items of a stream."""
         self._state.credits.append((number, credit))
         self.flush_soon()
 
@@ -411,6 +416,9 @@ class Connection(Channel):
             return 0
         if kind == RETIRE:
             self._retire()
+            return 0
+        if kind == WHERE:
+            self.questions.on_answer(data)
             return 0
         return super().on_frame(kind, data)
 
@@ -629,17 +637,19 @@ class Connection(Channel):
             successor = self._succeed(self.peer.name)
             if successor._peer is self._peer:
                 for each in unsent:
-                    self._passed_on[each.number] = successor, successor._take_over(each, self)
+                    successor._take_over(each, self)
 
-    def _take_over(self, call: EncodedCall, earlier: "Connection") -> int:
-        """Queue a call that was not sent over another connection; return its number here."""
+    def _take_over(self, call: EncodedCall, earlier: "Connection") -> None:
+        """Queue a call that was not sent over another connection."""
         self._is_successor = True
+        earlier._passed_on += 1
         call, number = call.renumbered(self._calls), call.number
         self._calls += 1
         self._pending.take_over(call.number, earlier._pending, number)
+        receiver = self._pending[call.number]
+        receiver.connection, receiver.number = self, call.number
         if call.recorded is not None:
             call.recorded.move(self._recorded_calls)
         self._hold(call.number)
         self._state.submit(call, is_idle=False)
         self.flush_soon()
-        return call.number

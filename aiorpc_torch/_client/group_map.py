@@ -1,13 +1,10 @@
 """The driver of `Group.map`: takes items, sends them to members, yields results in order.
 
-`MapSchedule` decides. `_MapRun` acts: a task takes the items, and callbacks note the answers.
+`MapSchedule` decides: it chooses the member of each attempt at an item, and whether another one
+follows. `_MapRun` acts: a task takes the items, and callbacks note the answers.
 """
 
-import asyncio
-import contextlib
-import contextvars
 import functools
-import time
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -19,29 +16,36 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, Literal, TypeGuard, TypeVar, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    Required,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier, in_seconds
+from .._aio.deadlines import in_seconds
+from .._aio.items import ItemIterator
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
-from .._context.interception import CallInfo, End, begin_group, is_needed
 from .._handles.mistakes import OnlyIterated
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
-from ..errors import CallTimeout, RpcError, WorkerLeft, WorkerLost, WorkerUnreachable
+from ..errors import CallTimeout, WorkerGone, WorkerLeft, WorkerLost, WorkerUnreachable
 from .answers import exception_of
-from .call import has_passed
-from .connection import Connection
-from .group_call import late_call
+from .group_call import MemberCalls
 from .group_schedule import MapSchedule, Outcome
-from .pool import connection_to, current
-from .stream_reader import cut_short
-from .supervised import Supervised, Waiter
-from .supervised_calls import may_wait
+from .pool import connection_to
+from .routes import Route, checked_retries
+from .supervised import Supervised
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -53,7 +57,6 @@ Items = Iterable[V] | AsyncIterable[V]
 
 Source = Iterator[Any] | AsyncIterator[Any]
 
-
 Follow = Callable[[Callable[[Exception | None], None]], Callable[[], None]]
 """Calls back on the running loop after each change of the members, and with an error at their end.
 
@@ -63,15 +66,7 @@ Returns a function that ends it.
 
 @dataclass(frozen=True)
 class MapOptions:
-    """The options of a map.
-
-    Args:
-        in_flight: maximum number of unanswered calls of each member.
-        retries: how often an item is given to another member after a loss.
-        return_exceptions: whether the exception of an item is its result.
-        ordered: whether results come in the order of the items; otherwise each with its item, as
-            they complete.
-    """
+    """The options of `map`; if not `ordered`, those of `map_unordered`."""
 
     in_flight: int
     retries: int
@@ -79,14 +74,15 @@ class MapOptions:
     ordered: bool = True
 
     def __post_init__(self) -> None:
+        checked_retries(self.retries)
         if not isinstance(self.in_flight, int) or self.in_flight < 1:
             raise ValueError(f"in_flight must be an int of at least 1, got {self.in_flight!r}")
-        if not isinstance(self.retries, int) or self.retries < 0:
-            raise ValueError(f"retries must be an int of at least 0, got {self.retries!r}")
 
 
-class MapResults(OnlyIterated, AsyncIterator[R]):
+class MapResults(OnlyIterated, ItemIterator[R]):
     """The results of a map. An early end cancels the running calls."""
+
+    _KIND = "result of this map"
 
     def __init__(
         self,
@@ -96,7 +92,11 @@ class MapResults(OnlyIterated, AsyncIterator[R]):
         options: MapOptions,
         follow: Follow | None = None,
     ) -> None:
-        _check(method, iterables)
+        super().__init__()
+        if not callable(method):
+            raise TypeError(f"the method of map() must be callable, got {method!r}")
+        if not iterables:
+            raise TypeError("map() needs at least one iterable")
         self._name = call_name(BoundTarget((0, 0), method))
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
@@ -105,41 +105,45 @@ class MapResults(OnlyIterated, AsyncIterator[R]):
             _MapRun, self._name, members, method, sources, options, follow
         )
         self._run: _MapRun | None = None  # from the first step on
-        self._is_over = self._is_cut_short = False
 
     def __repr__(self) -> str:
         return f"<map of {self._name}{', over' if self._is_over else ''}>"
 
-    async def __anext__(self) -> R:
-        if self._is_cut_short:
-            raise cut_short(repr(self))
-        if self._is_over:
-            raise StopAsyncIteration
+    def _next(self) -> Awaitable[R]:
         if self._run is None:
-            if has_passed(deadline_in(None)):
-                raise late_call(self._name)
             self._run = self._make()
-        if self._run.results.is_awaited():  # as for an async generator
-            raise RuntimeError("another task waits for the next result of this map")
-        try:
-            return await self._run.next()  # type: ignore[no-any-return]
-        except BaseException as exc:
-            await self.aclose()
-            self._is_cut_short = not isinstance(exc, Exception)
-            if isinstance(exc, Exception) and has_passed(self._run.bound):
-                await asyncio.sleep(0)  # if a scope's deadline has passed, the scope reports it
-            raise
+            self._bound = self._run.bound
+        return self._run.next()
 
-    async def aclose(self) -> None:
-        """Cancel the running calls, and take no further items. `break` does the same."""
-        self._is_over, self._is_cut_short = True, False
+    def _stop(self) -> None:
         if self._run is not None:
             self._run.stop()
 
     def __del__(self) -> None:
         run = getattr(self, "_run", None)
         if run is not None and not self._is_over:
-            call_soon(run.loop, run.stop)  # later: garbage may be collected inside any code
+            call_soon(run._loop, run.stop)  # later: garbage may be collected inside any code
+
+
+_One = Callable[[T, A], R]
+_Two = Callable[[T, A, B], R]
+_Many = Callable[Concatenate[T, ...], R]
+
+
+class _Raise(TypedDict, total=False):
+    """Keywords of a map that raises the exception of an item."""
+
+    in_flight: int
+    retries: int
+    return_exceptions: Literal[False]
+
+
+class _Return(TypedDict, total=False):
+    """Keywords of a map whose results may be exceptions."""
+
+    in_flight: int
+    retries: int
+    return_exceptions: Required[Literal[True]]
 
 
 class Mappable(Generic[T]):
@@ -154,96 +158,52 @@ class Mappable(Generic[T]):
 
     @overload
     def map(
-        self,
-        method: Callable[[T, A], Awaitable[R]],
-        items: Items[A],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _One[T, A, Awaitable[R]], items: Items[A], /, **options: Unpack[_Raise]
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self, method: _One[T, A, R], items: Items[A], /, **options: Unpack[_Raise]
     ) -> MapResults[R]: ...
 
     @overload
     def map(
         self,
-        method: Callable[[T, A], R],
-        items: Items[A],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
-    ) -> MapResults[R]: ...
-
-    @overload
-    def map(
-        self,
-        method: Callable[[T, A, B], Awaitable[R]],
+        method: _Two[T, A, B, Awaitable[R]],
         first: Items[A],
         second: Items[B],
         /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        **options: Unpack[_Raise],
     ) -> MapResults[R]: ...
 
     @overload
     def map(
         self,
-        method: Callable[[T, A, B], R],
+        method: _Two[T, A, B, R],
         first: Items[A],
         second: Items[B],
         /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        **options: Unpack[_Raise],
     ) -> MapResults[R]: ...
 
     @overload
     def map(
-        self,
-        method: Callable[Concatenate[T, ...], Awaitable[R]],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _Many[T, Awaitable[R]], /, *iterables: Items[Any], **options: Unpack[_Raise]
     ) -> MapResults[R]: ...
 
     @overload
     def map(
-        self,
-        method: Callable[Concatenate[T, ...], R],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _Many[T, R], /, *iterables: Items[Any], **options: Unpack[_Raise]
     ) -> MapResults[R]: ...
 
     @overload
     def map(
-        self,
-        method: Callable[Concatenate[T, ...], Awaitable[R]],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[True],
+        self, method: _Many[T, Awaitable[R]], /, *iterables: Items[Any], **options: Unpack[_Return]
     ) -> MapResults[R | BaseException]: ...
 
     @overload
     def map(
-        self,
-        method: Callable[Concatenate[T, ...], R],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[True],
+        self, method: _Many[T, R], /, *iterables: Items[Any], **options: Unpack[_Return]
     ) -> MapResults[R | BaseException]: ...
 
     def map(
@@ -290,70 +250,32 @@ class Mappable(Generic[T]):
 
     @overload
     def map_unordered(
-        self,
-        method: Callable[[T, A], Awaitable[R]],
-        items: Items[A],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _One[T, A, Awaitable[R]], items: Items[A], /, **options: Unpack[_Raise]
     ) -> MapResults[tuple[A, R]]: ...
 
     @overload
     def map_unordered(
-        self,
-        method: Callable[[T, A], R],
-        items: Items[A],
-        /,
-        *,
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _One[T, A, R], items: Items[A], /, **options: Unpack[_Raise]
     ) -> MapResults[tuple[A, R]]: ...
 
     @overload
     def map_unordered(
-        self,
-        method: Callable[Concatenate[T, ...], Awaitable[R]],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _Many[T, Awaitable[R]], /, *iterables: Items[Any], **options: Unpack[_Raise]
     ) -> MapResults[tuple[Any, R]]: ...
 
     @overload
     def map_unordered(
-        self,
-        method: Callable[Concatenate[T, ...], R],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[False] = False,
+        self, method: _Many[T, R], /, *iterables: Items[Any], **options: Unpack[_Raise]
     ) -> MapResults[tuple[Any, R]]: ...
 
     @overload
     def map_unordered(
-        self,
-        method: Callable[Concatenate[T, ...], Awaitable[R]],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[True],
+        self, method: _Many[T, Awaitable[R]], /, *iterables: Items[Any], **options: Unpack[_Return]
     ) -> MapResults[tuple[Any, R | BaseException]]: ...
 
     @overload
     def map_unordered(
-        self,
-        method: Callable[Concatenate[T, ...], R],
-        /,
-        *iterables: Items[Any],
-        in_flight: int = 2,
-        retries: int = 1,
-        return_exceptions: Literal[True],
+        self, method: _Many[T, R], /, *iterables: Items[Any], **options: Unpack[_Return]
     ) -> MapResults[tuple[Any, R | BaseException]]: ...
 
     def map_unordered(
@@ -377,20 +299,12 @@ class Mappable(Generic[T]):
         return self._map(method, iterables, options)
 
 
-def _check(method: Any, iterables: Sequence[Any]) -> None:
-    if not callable(method):
-        raise TypeError(f"the method of map() must be callable, got {method!r}")
-    if not iterables:
-        raise TypeError("map() needs at least one iterable")
+_TAKING = -1
+"""The key of the task that takes items; others are the numbers of members."""
 
 
-class _MapRun:
-    """One map, from its first step to its end. Confined to the running loop.
-
-    Attributes:
-        results: is set when the next result may be there.
-        bound: earlier of the map's own deadline and a scope's.
-    """
+class _MapRun(MemberCalls):
+    """One map, from its first step to its end. `_calls` are by the index of the item."""
 
     def __init__(
         self,
@@ -401,9 +315,7 @@ class _MapRun:
         options: MapOptions,
         follow: Follow | None,
     ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.results = Wakeup()
-        self._name = name
+        super().__init__("map", name, len(members), None)
         self._now = members
         self._members = dict(enumerate(members))
         self._method = method
@@ -416,37 +328,20 @@ class _MapRun:
             changes=self._changes,
             ordered=options.ordered,
         )
-        self._pool = current()
-        self._context, self._observed = self._begin()  # of the calls, and of interceptors
         self._items: dict[int, tuple[Any, ...]] = {}  # that are sent, or yielded with results
-        self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
-        self._waits: dict[int, Waiter] = {}  # for supervised members that are lost
         self._failure: Exception | None = None  # that has ended the map
-        due = deadline_in(None)
-        self.bound = earlier(due, anyio_scope_deadline())
-        self._timer = None
-        if due is not None:
-            left = due - time.monotonic()
-            self._timer = self.loop.call_later(left, self._expire, left)
-        self._returning: dict[int, asyncio.Task[None]] = {}  # for members that may be alive
+        self._results = Wakeup()  # is set when the next result may be there
         self._slots = Wakeup()  # is set when an item may be taken
-        taking = self._take_items(sources)
-        context = self._context.copy()  # a context is entered once at a time
-        self._taking = self.loop.create_task(taking, name="aiorpc-map", context=context)
+        self._begin()
+        self._start_task(_TAKING, self._take_items(sources))
         self._follow_no_more = None if follow is None else follow(self._on_change)
-
-    def _begin(self) -> tuple[contextvars.Context, End | None]:
-        if not is_needed():
-            return contextvars.copy_context(), None
-        me, now, size = self._pool.worker, time.monotonic(), len(self._members)
-        return begin_group(CallInfo("map", self._name, me, "", now, size))
 
     async def next(self) -> Any:
         """Return the next result, or raise the exception in its place."""
         while (found := self._schedule.next_outcome()) is None:
-            if self._schedule.is_over:
+            if self._is_cancelled or self._schedule.is_over:
                 raise StopAsyncIteration
-            await self.results.wait()
+            await self._results.wait()
         self._slots.set()
         index, outcome = found
         arguments = self._items.pop(index, ())
@@ -464,50 +359,52 @@ class _MapRun:
         if self._follow_no_more is not None:
             self._follow_no_more()
             self._follow_no_more = None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._taking.cancel()
-        for connection, number, _ in self._calls.values():
-            connection.cancel(number)
-        self._calls.clear()
-        self._stop_waiting()
-        end, self._observed = self._observed, None
-        if end is not None:
-            end(self._failure)
+        self.cancel(self._failure)
+        self._results.set()
 
-    def _stop_waiting(self) -> None:
-        for waiter in [*self._waits.values(), *self._returning.values()]:
-            waiter.cancel()
-        self._waits.clear()
-        self._returning.clear()
-
-    # ── members that change ─────────────────────────────────────────────────────────────────────
+    # ── members that change, or return ──────────────────────────────────────────────────────────
 
     def _on_change(self, end: Exception | None) -> None:
         """Give items to members that have come, and no more to those that have gone."""
-        if self._follow_no_more is None:  # the map has ended meanwhile
+        if self._is_cancelled:
             return
         if end is not None:
-            self._end(end)
+            self._fail(end)
             return
         now = {identity(each): each for each in self._now}
         for number, member in [*self._members.items()]:
             if now.pop(identity(member), None) is None:
                 del self._members[number]
                 self._schedule.dismiss(number)
-                if (waiting := self._returning.pop(number, None)) is not None:
+                if (waiting := self._tasks.pop(number, None)) is not None:
                     waiting.cancel()
         for member in now.values():
             self._members[self._schedule.admit()] = member
         self._go_on()
 
-    async def _await_return(self, number: int, owner: str) -> None:
-        """Let a member have items again if it is alive: only its connection had ended."""
-        with contextlib.suppress(RpcError):  # it is lost: it goes
-            await self._pool.wait_until_alive(owner)
-            del self._returning[number]
+    def _expect(self, number: int) -> None:
+        """Let items wait for a lost member that is made again, or whose connection has ended."""
+        member = self._members.get(number)
+        if member is None or number in self._tasks:
+            return
+        if isinstance(member, Supervised):
+            self._schedule.expect(number)
+            ready = Route(member, BoundTarget(member.rref, self._method), None, 0).ready
+            self._start_task(number, self._await_return(number, ready))
+        elif self._changes:
+            worker = self._pool.worker_of(owner_name(member))
+            alive = functools.partial(self._pool.observer.wait_until_alive, worker)
+            self._start_task(number, self._await_return(number, alive))
+
+    async def _await_return(self, number: int, wait: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await wait()
+        except Exception as exc:
+            self._schedule.give_up(number, exc)
+        else:
             self._schedule.restore(number)
-            self._go_on()
+        del self._tasks[number]
+        self._go_on()
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────
 
@@ -522,45 +419,36 @@ class _MapRun:
                     break
                 index = schedule.take()
                 self._items[index] = arguments
-                self._send_assigned()
+                self._go_on()
         except BaseException as exc:  # of an iterable, which may raise anything
             failure = exc
         schedule.exhaust(failure)
-        self.results.set()
+        self._results.set()
 
     def _go_on(self) -> None:
-        """Send what can be sent, and take further items."""
-        self._send_assigned()
-        self._slots.set()
-
-    def _send_assigned(self) -> None:
+        """Send what can be sent; let items be taken and results be yielded."""
         if self._failure is not None:  # also an item whose member is lost is not sent again
             self._schedule.fail_unassigned(self._failure)
-            self.results.set()
-            return
         while (assigned := self._schedule.assign()) is not None:
             self._send(*assigned)
+        self._slots.set()
+        self._results.set()
 
     def _send(self, index: int, member: int) -> None:
         try:
             rref = self._live(self._members[member])
-            target = BoundTarget(rref, self._method)
-            connection = connection_to(rref)
-            call, future = connection.call(target, (self._items[index], {}), self.bound)
-        except WorkerLost as exc:  # nothing was sent
-            self._expect(member)
+            connection, target = connection_to(rref), BoundTarget(rref, self._method)
+            future = connection.call(target, (self._items[index], {}), self.bound)
+        except (WorkerLost, WorkerLeft) as exc:  # nothing was sent
+            if isinstance(exc, WorkerLost):
+                self._expect(member)
             self._schedule.withdraw(index, member, exc)
-            self.results.set()
-            return
         except Exception as exc:  # an argument that cannot be pickled, for one
-            if self._is_leaving(exc):
-                self._schedule.withdraw(index, member, exc)
-            else:
-                self._end_item(index, member, Outcome(None, exc))
-            return
-        self._calls[index] = connection, call, target
-        on_answer = functools.partial(self._on_answer, index, member)
-        future.add_done_callback(on_answer, context=self._context)
+            self._end_item(index, member, Outcome(None, exc))
+        else:
+            self._calls[index] = future
+            on_answer = functools.partial(self._on_answer, index, member)
+            future.add_done_callback(on_answer, context=self._context)
 
     def _live(self, member: Any) -> RRef[Any]:
         """Return the RRef to call.
@@ -569,98 +457,54 @@ class _MapRun:
             WorkerLost: if the member is lost.
             WorkerLeft: if its worker leaves.
         """
-        is_supervised = isinstance(member, Supervised)
-        rref: RRef[Any] | None = member._start() if is_supervised else member
+        rref: RRef[Any] | None = member._start() if isinstance(member, Supervised) else member
         owner = owner_name(member if rref is None else rref)
-        if rref is None or self._pool.load(owner) is None:
-            if is_supervised:
-                member._lose(member.rref)
-            worker = self._pool.worker_of(owner)
-            if self._pool.has_left(worker):
-                raise WorkerLeft(worker, may_have_run=False)
-            raise WorkerLost(worker, "no member of the group is left", may_have_run=False)
-        return rref
+        if rref is not None and self._pool.load(owner) is not None:
+            return rref
+        if isinstance(member, Supervised) and rref is not None:  # else it knows that calls wait
+            member._lose(rref)
+        worker = self._pool.worker_of(owner)
+        if self._pool.has_left(worker):
+            raise WorkerLeft(worker, may_have_run=False)
+        raise WorkerLost(worker, "no member of the group is left", may_have_run=False)
 
-    def _expect(self, position: int) -> None:
-        """Let items wait for a lost member that is made again, or may be alive."""
-        member = self._members.get(position)
-        if self._changes:
-            if member is not None and position not in self._returning:
-                waiting = self._await_return(position, self._pool.worker_of(owner_name(member)))
-                self._returning[position] = self.loop.create_task(waiting, name="aiorpc-map")
-        elif isinstance(member, Supervised) and position not in self._waits:
-            self._schedule.expect(position)
-            self._waits[position] = waiter = member._wait()
-            waiter.add_done_callback(
-                functools.partial(self._on_alive, position), context=self._context
-            )
-
-    def _on_alive(self, position: int, waiter: Waiter) -> None:
-        if self._waits.pop(position, None) is None:  # the map has ended
+    def _on_answer(self, index: int, number: int, future: InlineFuture) -> None:
+        if self._calls.pop(index, None) is None:  # the map has ended
             return
-        found = waiter.result()
-        target = BoundTarget(self._members[position].rref, self._method)
-        failure = exception_of(found, target)
-        if failure is None:
-            self._schedule.restore(position)
-            self._go_on()
-        else:
-            self._schedule.give_up(position, failure)
-        self.results.set()
-
-    # ── answers ─────────────────────────────────────────────────────────────────────────────────
-
-    def _on_answer(self, index: int, member: int, future: InlineFuture) -> None:
-        if (call := self._calls.pop(index, None)) is None:  # the map has ended
-            return
-        answer = future.result()
-        failure = exception_of(answer, call[2])
-        if type(answer) is CallAborted and self._is_leaving(failure):
-            take_back = self._schedule.lose if answer.was_sent else self._schedule.withdraw
-            take_back(index, member, failure)
-            self.results.set()
-        elif type(answer) is CallAborted and isinstance(failure, WorkerUnreachable):
-            self._schedule.interrupt(index, member, failure)
-            self.results.set()
-        elif type(answer) is CallAborted and isinstance(failure, WorkerLost):
-            supervised = self._members.get(member)
-            if isinstance(supervised, Supervised):
-                may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
-            self._expect(member)
-            self._schedule.lose(index, member, failure)
-            self.results.set()
-        else:
-            self._end_item(index, member, Outcome(None if failure else answer, failure))
+        answer, schedule = future.result(), self._schedule
+        failure = exception_of(answer, future.source)
+        if type(answer) is not CallAborted or not isinstance(failure, WorkerGone):
+            self._end_item(index, number, Outcome(None if failure else answer, failure))
+        elif isinstance(failure, WorkerUnreachable):
+            schedule.interrupt(index, number, failure)
+        elif isinstance(failure, WorkerLost):
+            if isinstance(member := self._members.get(number), Supervised):
+                member._lose(future.source.on)
+            self._expect(number)
+            schedule.lose(index, number, failure)
+        else:  # it leaves; only such a worker does not serve, since this one has answered before
+            take_back = schedule.lose if answer.was_sent else schedule.withdraw
+            take_back(index, number, failure)
         self._go_on()
-
-    def _is_leaving(self, failure: BaseException | None) -> TypeGuard[WorkerLeft]:
-        """Return whether a call has failed since its member leaves.
-
-        A member has answered before, so only a worker that leaves does not serve.
-        """
-        return isinstance(failure, WorkerLeft)
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         if self._options.ordered:  # otherwise the item is yielded too
             self._items.pop(index, None)
         self._schedule.answer(index, member, outcome)
-        self.results.set()
 
     def _expire(self, seconds: float) -> None:
         """End the map with CallTimeout: at the items that run, and at those not taken."""
-        text = f"the map of {self._name} timed out after {in_seconds(seconds)}"
-        self._end(CallTimeout(text, method=self._name))
-        for connection, number, target in [*self._calls.values()]:
-            connection.expire(number, seconds, target)
+        text = f"the map of {self.name} timed out after {in_seconds(seconds)}"
+        self._fail(CallTimeout(text, method=self.name))
+        super()._expire(seconds)
 
-    def _end(self, failure: Exception) -> None:
+    def _fail(self, failure: Exception) -> None:
         """Give up the items that no member has, and those not taken."""
         self._failure = failure
         self._schedule.fail_unassigned(failure)
         self._schedule.exhaust(failure)
-        self._taking.cancel()
         self._stop_waiting()
-        self.results.set()
+        self._results.set()
 
 
 async def _next_arguments(sources: Sequence[Source]) -> tuple[Any, ...] | None:

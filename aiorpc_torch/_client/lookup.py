@@ -93,7 +93,7 @@ async def _wait_until_alive(
     """Wait until a lost worker has rejoined; return TimeoutError if it has not by `due`."""
     try:
         async with asyncio.timeout(time_left(due)):
-            await pool.wait_until_alive(worker)
+            await pool.observer.wait_until_alive(worker)
     except TimeoutError as exc:
         return exc
     return None

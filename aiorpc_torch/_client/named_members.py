@@ -17,9 +17,10 @@ from .._aio.loops import await_on, call_soon, run_on_loop
 from .._endpoint import entry_points
 from .._handles.mistakes import refuse_attribute
 from ..errors import CallTimeout, NotInWorld
-from .group import AnyMember, Group
+from .group import Group
 from .group_map import Items, MapOptions, Mappable, MapResults
 from .pool import current
+from .routes import AnyMember
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from .._aio.deadlines import deadline_in
 from .._endpoint.pauses import pause_object, settle_pause
 from .._handles.handles import of_handle
 from .._torch.compat import RRefBase
@@ -24,8 +25,8 @@ from .call import RemoteCall
 from .group import Group
 from .named_members import NamedMembers
 from .pool import current
+from .routes import Route
 from .supervised import Supervised
-from .supervised_calls import wait_for
 
 Member = tuple[str, Any]
 """The worker of an object, and its RRef."""
@@ -131,8 +132,8 @@ async def _in_order(objects: Any) -> list[Member]:
     for each in members:
         rref = each
         if isinstance(each, Supervised):
-            target = FetchTarget(each.rref)
-            rref = each._start() or await wait_for(each, target, None)
+            route = Route(each, FetchTarget(each.rref), deadline_in(None), 0)
+            rref, _ = route.choose() or await route.ready()
         elif not isinstance(each, RRefBase):
             hint = ": write Group([...])" if isinstance(each, list | tuple) else ""
             raise TypeError(

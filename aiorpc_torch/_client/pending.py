@@ -21,7 +21,10 @@ from .answers import exception_of
 from .stream_reader import Item, StreamReader
 
 ReplyReceiver = InlineFuture | StreamReader
-"""A receiver of the reply to one call."""
+"""A receiver of the reply to one call.
+
+It has the connection and the number of the call. Both change if another connection takes it over.
+"""
 
 _NOT_A_STREAM = CallAborted(RemoteError("a value came in place of the items of a stream"))
 
@@ -30,6 +33,21 @@ Collect = Callable[[ResultKey, ReplyReceiver, Item | None], None]
 
 Release = Callable[[int], None]
 """Tells the callee that no result which it holds of a call will be collected."""
+
+
+def cancel(call: ReplyReceiver) -> None:
+    """Cancel a call: its caller does not wait any more."""
+    call.connection.cancel(call.number)
+
+
+def foresee(call: ReplyReceiver, seconds: float) -> None:
+    """Ask where a call stands that `expire` will end soon, for the text of its error."""
+    call.connection.foresee(call.number, seconds)
+
+
+def expire(call: ReplyReceiver, seconds: float) -> None:
+    """End a call with CallTimeout, `seconds` after it was made."""
+    call.connection.expire(call, seconds)
 
 
 class PendingCalls(dict[int, ReplyReceiver]):

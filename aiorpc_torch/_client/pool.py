@@ -8,7 +8,7 @@ import weakref
 from asyncio import get_running_loop
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._aio.loops import call_soon
 from .._endpoint import entry_points
@@ -18,9 +18,12 @@ from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import NO_DEVICES, DeviceMapping, DeviceRoutes
 from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
+from .._wire.ancestry import CallKey, call_of
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
+from .pending import ReplyReceiver
+from .stream_reader import StreamReader
 
 # Quicker than the method of rpc.RRef, which torch wraps in Python.
 _owner_name = RRefBase.owner_name
@@ -35,17 +38,42 @@ _LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer
 """A weak reference to a loop, and its connections."""
 
 
+MOST_OUTGOING = 10_000  # calls of one connection that are looked at
+
+
+class Outgoing(NamedTuple):
+    """A pending call of this process."""
+
+    loop: asyncio.AbstractEventLoop
+    connection: Connection
+    number: int
+    receiver: ReplyReceiver
+
+    @property
+    def future(self) -> Any:
+        """Return the future that a task waits for, None if no task does."""
+        if isinstance(self.receiver, StreamReader):
+            return self.receiver.awaited_future()
+        return self.receiver
+
+    @property
+    def made_by(self) -> CallKey | None:
+        """Return the key of the call or batch here that has made it, None if that is unknown."""
+        context = getattr(self.receiver, "_context", None)  # once a task waits
+        return None if context is None else call_of(context)
+
+
 class ConnectionPool:
     """The connections of this process to the peers of its world. It makes some from `open` on.
 
     Args:
         members: the workers of the world.
-        observer: is told what the connections see of the peers.
         introductions: open the connections.
         max_restarts: restarts of children in a world of one host, None for another world.
 
     Attributes:
         worker: name of this process's worker.
+        observer: is told what the connections see of the peers.
         refusal: why no calls can be made, "" if they can.
     """
 
@@ -59,7 +87,7 @@ class ConnectionPool:
         self.worker = members.name
         self.refusal = entry_points.NO_WORLD
         self._members = members
-        self._observer = observer
+        self.observer = observer
         self._introductions = introductions
         self._max_restarts = max_restarts
         self._devices: Mapping[str, DeviceMapping] = {}  # for each peer
@@ -121,7 +149,7 @@ class ConnectionPool:
             if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
-        connection = Connection(me, peer, next(self._numbers), self._observer, devices)
+        connection = Connection(me, peer, next(self._numbers), self.observer, devices)
         connection.open(self._introductions, self._successor)
         by_peer.setdefault(worker, []).append(connection)
         return connection
@@ -196,13 +224,21 @@ class ConnectionPool:
     def counters(self) -> dict[str, int]:
         """Return the summed counters of the connections, by the names of `Stats`. Thread-safe."""
         total = Counter(self._finished)
-        for _, each in self._connections():
+        for _, each in self.connections():
             total.update(each.counters())
         return {**total}
 
     def pending_calls(self) -> list[tuple[str, str, float]]:
         """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        return [call for _, each in self._connections() for call in each.pending_calls()]
+        return [call for _, each in self.connections() for call in each.pending_calls()]
+
+    def outgoing(self) -> "list[Outgoing]":
+        """Return the oldest pending calls of each connection. In any thread."""
+        return [
+            Outgoing(loop, each, number, receiver)
+            for loop, each in self.connections()
+            for number, receiver in each.oldest(MOST_OUTGOING)
+        ]
 
     def waits(self, most: int) -> dict[str, tuple[int, list[tuple[str, float]]]]:
         """Return for each peer the number of pending calls, and the oldest of each connection.
@@ -210,7 +246,7 @@ class ConnectionPool:
         In any thread.
         """
         found: dict[str, tuple[int, list[tuple[str, float]]]] = {}
-        for _, each in self._connections():
+        for _, each in self.connections():
             if each.waiting:
                 count, oldest = found.get(each.peer.name, (0, []))
                 oldest = [*oldest, *each.oldest_calls(most)]
@@ -220,37 +256,35 @@ class ConnectionPool:
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
         running = asyncio.get_running_loop()
-        return {e.peer.name for loop, e in self._connections() if loop is running and e.is_open}
+        return {e.peer.name for loop, e in self.connections() if loop is running and e.is_open}
 
     def linked(self) -> set[str]:
         """Return the peers to which any event loop has an open connection."""
-        return {each.peer.name for _, each in self._connections() if each.is_open}
+        return {each.peer.name for _, each in self.connections() if each.is_open}
 
     def ping(self, peer: str) -> None:
         """Ask the event loop of `peer` for a sign of life, on each open connection."""
-        for loop, each in self._connections_to(peer):
-            call_soon(loop, each.ping)
+        for loop, each in self.connections():
+            if each.peer.name == peer:
+                call_soon(loop, each.ping)
 
     def check_paths(self, timeout: float) -> None:
         """End the connections whose path has carried nothing for `timeout` seconds."""
-        for loop, each in self._connections():
+        for loop, each in self.connections():
             if each.is_open and not each.is_local:
                 call_soon(loop, each.check_path, timeout)
 
     def all_connections(self) -> list[Connection]:
         """Return the connections of all event loops. In any thread."""
-        return [each for _, each in self._connections()]
+        return [each for _, each in self.connections()]
 
-    def _connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
+    def connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         """Return every connection with its event loop. In any thread."""
         return [(loop, each) for loop, by_peer in self._loops() for each in _all(by_peer)]
 
-    def _connections_to(self, peer: str) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
-        return [found for found in self._connections() if found[1].peer.name == peer]
-
     def load(self, owner: str) -> int | None:
         """Return the unanswered calls of this process to an owner of RRefs, None if it is lost."""
-        if self._is_gone(owner) or (penalty := self._observer.penalty(owner)) is None:
+        if self._is_gone(owner) or (penalty := self.observer.penalty(owner)) is None:
             return None
         found = (each for _, by_peer in self._loops() for each in [*by_peer.get(owner, [])])
         return penalty + sum(each.waiting for each in found)
@@ -280,25 +314,11 @@ class ConnectionPool:
         known = self._members.peers.get(worker)
         return known is not None and known.is_lost
 
-    async def wait_until_alive(self, peer: str) -> None:
-        """Wait until a lost peer has rejoined.
-
-        Raises:
-            WorkerLost: if it will not.
-            WorkerLeft: if it has left in order.
-            NotInWorld: once this worker leaves its world.
-        """
-        await self._observer.wait_until_alive(peer)
-
-    async def wait_until_probed(self, peer: str) -> None:
-        """Wait for the ping that follows the end of a connection; the peer is lost if it fails."""
-        await self._observer.wait_until_probed(peer)
-
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
     def awaited_peers(self) -> set[str]:
         """Return the peers that a call or a watch waits for."""
-        called = {each.peer.name for _, each in self._connections() if each.waiting}
+        called = {each.peer.name for _, each in self.connections() if each.waiting}
         return called.union(*(peers for peers, _ in [*self._watches.values()]))
 
     @contextlib.contextmanager

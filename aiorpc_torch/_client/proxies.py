@@ -14,12 +14,11 @@ from torch.distributed.rpc import RRef
 from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
 from .call import RemoteCall
-from .group import AnyCall, AnyMember, Group
+from .group import Group
 from .group_call import GroupCall
 from .named_members import NamedMembers
-from .retried import RetriedCall
+from .routes import AnyMember, RoutedCall, call_of, placeholder
 from .supervised import Supervised
-from .supervised_calls import SupervisedCall
 
 T = TypeVar("T")
 
@@ -49,29 +48,19 @@ class RemoteProxy(Generic[T]):
         rref = _rref_of(self)
         target = MethodTarget(rref, check_public_name(name))
         if retries := _retries_of(self):
-            return RemoteMethod(partial(_retried, retries), rref, target, _timeout_of(self))
+            return RemoteMethod(RoutedCall, rref, target, _timeout_of(self), retries)
         return RemoteMethod(RemoteCall, rref, target, _timeout_of(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> RemoteCall:
         """Call the object itself: `await remote(net)(x)`, with a module's hooks."""
-        rref = self._rref
-        make = partial(_retried, self._retries) if self._retries else RemoteCall
-        return make(rref, MethodTarget(rref, CALL), self._timeout, *args, **kwargs)
+        target = MethodTarget(self._rref, CALL)
+        return call_of(self._rref, target, self._timeout, self._retries, *args, **kwargs)
 
     def __aiorpc_handle__(self) -> RRef[T]:
         return self._rref
 
     def __reduce__(self) -> Any:
         return RemoteProxy, (self._rref, self._timeout, self._retries)
-
-
-def _retried(
-    retries: int, rref: Any, target: Any, timeout: float | None, /, *args: Any, **kwargs: Any
-) -> Any:
-    def make(seconds: float | None) -> RemoteCall:
-        return RemoteCall(rref, target, seconds, *args, **kwargs)
-
-    return RetriedCall(make, timeout, retries)
 
 
 class RemoteMethod(partial[Any]):
@@ -138,7 +127,7 @@ def _own_attribute(proxy: RemoteProxy[Any], name: str) -> Any:
 
 
 class _Proxy(Generic[T]):
-    """A handle of what several objects stand behind. Its subclasses make the calls."""
+    """A handle of what chooses the object of each call, or calls several."""
 
     __slots__ = ("_of", "_retries", "_timeout")
 
@@ -164,17 +153,8 @@ class _Proxy(Generic[T]):
         return type(self), (self._of, self._timeout, self._retries)
 
     def _make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        def make(seconds: float | None) -> RemoteCall:
-            return self._call(name, args, kwargs, seconds)
-
-        if self._retries:
-            return RetriedCall(make, self._timeout, self._retries)
-        return make(self._timeout)
-
-    def _call(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> RemoteCall:
-        raise NotImplementedError
+        target = MethodTarget(placeholder(self._of), name)
+        return RoutedCall(self._of, target, self._timeout, self._retries, *args, **kwargs)
 
 
 class SupervisedProxy(_Proxy[T]):
@@ -188,12 +168,6 @@ class SupervisedProxy(_Proxy[T]):
         cls = known_class(self._of.rref)
         return [] if cls is None else public_methods(cls)
 
-    def _call(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> RemoteCall:
-        target = MethodTarget(self._of.rref, name)
-        return SupervisedCall(self._of, target, args, kwargs, timeout)
-
 
 class AnyProxy(_Proxy[T]):
     """A handle of the least busy member of a group. Made by `remote`."""
@@ -201,11 +175,6 @@ class AnyProxy(_Proxy[T]):
     __slots__ = ()
 
     _of: AnyMember[T]
-
-    def _call(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> RemoteCall:
-        return AnyCall(self._of, MethodTarget((0, 0), name), args, kwargs, timeout)
 
 
 class GroupProxy(_Proxy[T]):

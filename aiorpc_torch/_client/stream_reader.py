@@ -4,29 +4,17 @@ The connection delivers the items and sends the credit. Confined to its event lo
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .._aio.wakeup import Wakeup
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import INITIAL_CREDIT
+from .._wire.entered import Entered
 from .._wire.exceptions import RemoteFailure
 from .._wire.pickling import CallAborted
+from .._wire.targets import call_name, target_name
 from .answers import raise_aborted
-
-
-def cut_short(what: str) -> RuntimeError:
-    """Return the error of an `anext` after one whose wait was cancelled.
-
-    The first ends `what`, as it ends an async generator. Such a one then seems to be over, and what
-    was to come is lost without a word.
-    """
-    return RuntimeError(
-        f"{what} has ended: a wait for its next item was cancelled, by `asyncio.wait_for`, say. To "
-        "wait with a time limit make `task = asyncio.ensure_future(anext(items))` once, and "
-        "`await asyncio.wait([task], timeout=...)` until it is done"
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -38,15 +26,19 @@ class Item:
 
 
 class StreamReader:
-    """The items of one stream that the consumer has not taken. `grant` sends credit for more."""
+    """The items of one stream that the consumer has not taken.
 
-    def __init__(self, name: str, grant: Callable[[int], None]) -> None:
-        self._name = name
-        self._grant = grant
+    Its connection sends credit for more.
+    """
+
+    def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._consumed = 0  # credit to grant
         self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
         self._wakeup = Wakeup()
+        self.enters = False  # whether the call enters a context manager
+        self.connection: Any = None  # over which the call is sent
+        self.number = 0  # of the call there
         self.target: Any = None  # of the call, as encoded
         self.source: Any = None  # the target as the caller named it
         self.event: Any = None  # of a profiler that records the call, until the end
@@ -91,9 +83,9 @@ class StreamReader:
         self.event = None
         self._wakeup.set()
 
-    def is_awaited(self) -> bool:
-        """Return whether a task waits for the next item."""
-        return self._wakeup.is_awaited()
+    def awaited_future(self) -> Any:
+        """Return the future of the task that waits for the next item, None if none does."""
+        return self._wakeup.waiter
 
     async def next(self) -> Any:
         """Return the next item. A failure is raised after the items that came before it.
@@ -111,8 +103,19 @@ class StreamReader:
             self._raise(item.value)
         self._consumed += item.price
         if self._consumed >= INITIAL_CREDIT // 2 and self._end is None:
-            self._grant(self._consumed)
+            self.connection.grant(self.number, self._consumed)
             self._consumed = 0
+        if self.enters or type(item.value) is Entered:
+            return self._enter(item.value)
+        return item.value
+
+    def _enter(self, item: Any) -> Any:
+        """Return what a remote context manager has returned at its entry."""
+        name, is_manager = target_name(self.source), type(item) is Entered
+        if not is_manager:
+            raise TypeError(f"{name} is a generator: use `async for`, not `async with`")
+        if not self.enters:
+            raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
         return item.value
 
     def raise_failure(self) -> None:
@@ -128,7 +131,7 @@ class StreamReader:
 
     def _raise(self, failure: CallAborted | RemoteFailure) -> None:
         if type(failure) is CallAborted:
-            raise_aborted(failure, self._name)
+            raise_aborted(failure, call_name(self.source))
         failure.raise_()
 
     def _finish(self, end: Any) -> None:

@@ -1,7 +1,7 @@
 """Supervised objects: made again, from the same arguments, when their process is replaced.
 
 `Supervision` decides. `Supervised` acts: a task waits for the process and makes the object, and a
-future stands for each waiting call. Calls: `supervised_calls`, groups: `group_call`, `group_map`.
+future stands for each waiting call. Calls: `routes`, `group_call`, `group_map`.
 """
 
 import asyncio
@@ -13,21 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import in_seconds
 from .._aio.loops import run_on_loop
 from .._handles.mistakes import refuse_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
-from .._wire.targets import Target, call_name, function_name
-from ..errors import (
-    CallTimeout,
-    NotInWorld,
-    WorkerGone,
-    WorkerLeft,
-    WorkerLost,
-)
-from .answers import is_interrupted, is_own
+from .._wire.targets import function_name
+from ..errors import NotInWorld, WorkerGone, WorkerLeft, WorkerLost
+from .answers import is_interrupted
 from .call import create_object
 from .pool import ConnectionPool, current
 from .supervision import Supervision
@@ -112,7 +105,8 @@ class Supervised(Generic[T]):
         rref = self._start()
         load = None if rref is None else self._pool.load(owner_name(rref))
         if load is None and self._may_return():
-            self._lose(rref or self._rref)
+            if rref is not None:
+                self._lose(rref)
             self._recover_soon()
         return load
 
@@ -189,37 +183,29 @@ class Supervised(Generic[T]):
 
     async def _recover(self) -> None:
         try:
-            await self._renew()
+            while not await self._renew():
+                """The process was lost in which the object was being made."""
         except asyncio.CancelledError:
             self._end_with(self._loop_ended())
             raise
         except BaseException as exc:  # of the factory, which may raise anything
             self._end_with(exc)
 
-    async def _renew(self) -> None:
-        """Wait for the process, and make the object if it was replaced."""
-        while True:
-            if self._pool.has_left(self._worker):
-                raise WorkerLeft(self._worker, may_have_run=False)
-            await self._wait_until_alive()
-            with self._lock:
-                if not self._pool.is_replaced(self._rref):
-                    self._supervision.resume()
-                    self._release()
-                    return
-                self._supervision.make()
-            if await self._make():
-                return
-
-    async def _wait_until_alive(self) -> None:
+    async def _renew(self) -> bool:
+        """Wait for the process, make the object if it was replaced; return whether it is there."""
+        if self._pool.has_left(self._worker):
+            raise WorkerLeft(self._worker, may_have_run=False)
         try:
-            await self._pool.wait_until_alive(self._worker)
+            await self._pool.observer.wait_until_alive(self._worker)
         except WorkerLost as exc:  # it is not started again
             self._error = exc
             raise
-
-    async def _make(self) -> bool:
-        """Make the object; return False if its process was lost meanwhile."""
+        with self._lock:
+            if not self._pool.is_replaced(self._rref):
+                self._supervision.resume()
+                self._release()
+                return True
+            self._supervision.make()
         factory, args, kwargs = self._making
         try:
             rref = await create_object(self._worker, factory, args, kwargs)
@@ -261,21 +247,3 @@ def _resolve(waiters: list[Waiter], outcome: Any) -> None:
 def _set_result(waiter: Waiter, outcome: Any) -> None:
     if not waiter.done():
         waiter.set_result(outcome)
-
-
-def is_own_loss(exc: BaseException | None) -> bool:
-    """Return whether the call's own worker was lost, and not one that its method has called."""
-    return isinstance(exc, WorkerLost) and is_own(exc)
-
-
-def late_wait(
-    target: Target, worker: str, seconds: float, *, was_sent: bool = False
-) -> CallAborted:
-    """Return the outcome of a call whose deadline passed while its worker was awaited."""
-    method = call_name(target)
-    text = (
-        f"{method} on worker {worker!r} timed out after {in_seconds(max(seconds, 0.0))}, while its "
-        f"worker was awaited; it {'may have run' if was_sent else 'was not sent'}"
-    )
-    error = CallTimeout(text, worker=worker, method=method, may_have_run=was_sent)
-    return CallAborted(error, was_sent=was_sent)

@@ -181,12 +181,13 @@ class StoreValue:
     def _ask(self, question: Callable[[StoreClient], bytes | None]) -> bytes | None:
         with self._used:
             self._is_closed = False
-            if self._client is None:
-                self._client = self._connect()
+            client = self._client = self._client or self._connect()
             try:
-                return question(self._client)
+                return question(client)
             except TimeoutError:
-                raise  # the client goes on to wait
+                if client.is_cut_off:
+                    self._close()
+                raise  # else the client goes on to wait
             except (OSError, NoStoreError):
                 self._close()
                 raise

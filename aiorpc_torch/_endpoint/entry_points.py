@@ -86,6 +86,9 @@ class Node(Protocol):
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Note that a peer leaves, or has failed."""
 
+    def loop_lines(self) -> bytes:
+        """Return the lines at which the event loop stands."""
+
     def departure(self, data: bytes) -> "Future[Any]":
         """Note what a peer does; answer when those that it waits for have left."""
 
@@ -188,6 +191,12 @@ def introduce(data: bytes) -> "Future[Any]":
     """Introduce a caller that wants a connection."""
     pin_thread_state()
     return not_serving() if (node := here) is None else node.introduce(data)
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def loop_lines(_: bytes) -> "Future[Any]":
+    """Return the lines at which the event loop stands, which a caller takes for blocked."""
+    return not_serving() if (node := here) is None else completed_future(node.loop_lines())
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]

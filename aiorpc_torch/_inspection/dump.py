@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, TextIO
 
-from .._aio.tasks import warn_if_blocking
+from .._aio.places import awaited_by
 from .calls_in_flight import PendingCall, pending
 
 log = logging.getLogger("aiorpc_torch")
@@ -69,15 +69,6 @@ def _describe(call: PendingCall) -> str:
 
 def stack_of(awaited: Any) -> Iterator[str]:
     """Describe the frames of a coroutine and of those that it awaits, the outermost first."""
-    while awaited is not None:
-        kinds = [kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")]
-        frame = getattr(awaited, f"{kinds[0]}_frame") if kinds else None
-        if frame is None:
-            yield f"  {awaited!r}"
-            return
+    for _, frame in awaited_by(awaited):
         code = frame.f_code
         yield f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_qualname}'
-        if code is warn_if_blocking.__code__:  # it drives its coroutine by itself
-            awaited = frame.f_locals.get("coroutine")
-        else:
-            awaited = getattr(awaited, "gi_yieldfrom" if kinds == ["gi"] else f"{kinds[0]}_await")

@@ -4,6 +4,7 @@ They are taken in a thread of their own, without locks: the event loop may be bl
 with the calls in flight is cut, so a snapshot takes about a millisecond.
 """
 
+import asyncio
 import dataclasses
 import os
 import sys
@@ -21,12 +22,14 @@ from .._version import __version__
 from ..errors import RpcError, WorkerLost
 from .counters import stats
 from .dump import stack_of
+from .where import where_of
 
 OLDEST = 8  # calls of each connection in a snapshot
 OLDEST_IN_DETAIL = 50
 LAG_WINDOW = 1.5  # seconds, over which the longest lag is told
 BLOCKED = 0.1  # seconds of lag from which the stack of the loop's thread is told
 MOST_TEXT = 300  # characters of a reason
+WHERE_SECONDS = 0.15  # for the workers to tell where calls stand
 
 
 def take(node: Node, world: str, lag: LoopLag, thread: int, *, detail: bool) -> dict[str, Any]:
@@ -59,6 +62,7 @@ def take(node: Node, world: str, lag: LoopLag, thread: int, *, detail: bool) -> 
     if detail:
         found["calls"] = _with_stacks(node.server.open_calls(OLDEST_IN_DETAIL))
         found["threads"] = _threads()
+        found["where"] = [] if lag.blocked_for() >= BLOCKED else _where(node)
     return found
 
 
@@ -102,6 +106,23 @@ def _loop(lag: LoopLag, thread: int) -> dict[str, Any]:
         found |= {"function": stack.function, "stack": [*stack.frames]}
         found["blocked"] = lag.blocked_for()  # 0.0 if the loop went on meanwhile
     return found
+
+
+def _where(node: Node) -> list[str]:
+    """Return where the oldest calls stand that this worker has made, as text."""
+    if not (calls := sorted(node.pool.outgoing(), key=lambda each: each.receiver.started)):
+        return []
+    asking = where_of(calls[:OLDEST], WHERE_SECONDS)
+    try:
+        answer = asyncio.run_coroutine_threadsafe(asking, node.loop)
+    except RuntimeError:  # the loop is closed
+        asking.close()
+        return []
+    try:
+        return str(answer.result(2 * WHERE_SECONDS)).splitlines()
+    except TimeoutError:
+        answer.cancel()
+        return []
 
 
 def _threads() -> dict[str, list[str]]:

@@ -1,8 +1,8 @@
 """The socket of a worker at which `python -m aiorpc_torch top` takes snapshots of it.
 
-A daemon thread waits in `accept`. It answers while the event loop is blocked. Until a viewer
-connects, and 10 s after the last one, it only looks every 2.5 s whether the loop stands. Abstract
-sockets are those of one network namespace: a viewer in a container sees that container's workers.
+A daemon thread waits in `accept`. It answers while the event loop is blocked. Without a viewer it
+only looks every 2.5 s whether the loop stands, and whether a call waits for long. Abstract sockets
+are those of one network namespace: a viewer in a container sees that container's workers.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from .._aio.unix_sockets import is_same_user, listen_unix
 from .._node.node import Node
 from .._server.timings import timings
 from . import snapshot
+from .long_waits import LongWaits
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -77,6 +78,7 @@ class Watched:
         thread = threading.get_ident()
         self._take = functools.partial(snapshot.take, node, world, self._lag, thread)
         self._stalls = StallWatch(self._lag, thread, node.members.name)
+        self._long_waits = LongWaits(node)
         self._watched_until = 0.0
         self._is_closed = False
         name = f"{PREFIX}{secrets.token_hex(8)}-{node.members.name[:NAME_LENGTH]}"
@@ -130,7 +132,8 @@ class Watched:
     def _measure(self) -> None:
         """Look at the event loop, rarely if no viewer has asked for a while."""
         now = time.monotonic()
-        self._stalls.look(now)
+        if self._stalls.look(now):
+            self._long_waits.look(now)
         is_watched = now < self._watched_until and not self._is_closed
         timings.is_on = is_watched
         self._wait_for(PROBE_INTERVAL if is_watched else LOOK_INTERVAL)

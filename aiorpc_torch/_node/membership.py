@@ -14,6 +14,7 @@ and the peer is pinged. If it answers otherwise, the next call opens another con
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -369,14 +370,16 @@ class Membership:
             self.on_unreachable(peer, exc)
         else:
             peer.is_pinged = True
-            when_done(answer, functools.partial(self._on_answer, peer))
+            when_done(answer, functools.partial(self._on_answer, peer, time.monotonic()))
 
-    def _on_answer(self, peer: Peer, answer: "RawFuture[Any]") -> None:
+    def _on_answer(self, peer: Peer, sent: float, answer: "RawFuture[Any]") -> None:
         peer.is_pinged = False
         try:
             answer.wait()
         except BaseException as exc:  # the peer chooses the class
-            self.on_unreachable(peer, exc)
+            # torch may tell long after a cut what failed in it. Silence is noticed all the same.
+            if peer.is_probed or peer.last_heard <= sent:
+                self.on_unreachable(peer, exc)
         else:
             self.report(peer, Event.ANSWER)
 
@@ -394,7 +397,7 @@ class Membership:
         except Exception as exc:
             self.on_unreachable(peer, exc)
         else:
-            when_done(answer, functools.partial(self._on_answer, peer))
+            when_done(answer, functools.partial(self._on_answer, peer, math.inf))
 
     def _is_exiting(self, name: str) -> bool:
         child = self._children.get(name)

@@ -3,12 +3,14 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from threading import get_ident
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch.futures import Future
 
+from .._aio.places import lines_of_loop
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._endpoint.entry_points import completed_future
@@ -20,12 +22,14 @@ from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
 from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
+from .._wire.standing import dump_lines
 from ..errors import RpcError, WorkerLeft
 from .attachments import LEFT_GROUP, Attachments
 from .config import NodeConfig
 from .departures import Departures
 from .membership import Children, Membership
 from .registry import Registry
+from .standing import Answers
 
 _read_leave_message = reader(tuple[str, int, str])
 
@@ -66,7 +70,8 @@ class Node:
                 members, self.membership, config.start_timeout, self._use_map_of
             )
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
-        self.server = Server(members, self.membership, config.threads, exports)
+        question = Answers(self).on_question
+        self.server = Server(members, self.membership, config.threads, exports, question)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
         self.departures = Departures(
@@ -75,7 +80,7 @@ class Node:
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""
         self.registry = Registry(members, self.server.names, self.membership.wait_until_alive)
-        self.loop = asyncio.get_running_loop()
+        self.loop, self._loop_thread = asyncio.get_running_loop(), get_ident()
         self.manager: Any = None
         self._held: list[Callable[[], None]] | None = []  # until `start`
 
@@ -120,6 +125,10 @@ class Node:
     def introduce(self, data: bytes) -> "Future[Any]":
         """Answer a request for an introduction."""
         return self._answer(self.server.introduce, data)
+
+    def loop_lines(self) -> bytes:
+        """Return the lines at which the event loop stands."""
+        return dump_lines(lines_of_loop(self._loop_thread))
 
     def departure(self, data: bytes) -> "Future[Any]":
         """Answer a worker that reports what it does."""

@@ -176,14 +176,14 @@ class Pauses:
         for call in {*self._open_calls(), *self._executor.in_threads}:
             if not isinstance(call, RpcCall) or call in found.queue:
                 continue
-            if _object_of(call) is found.instance:
+            if object_of(call) is found.instance:
                 yield call, (call.session.key, call.number)
         for batch in _batches_of(found.instance):
             yield batch, (BATCH, batch.id[1])
 
     def _holds(self, call: ServerCall) -> bool:
         """Let a call wait if its object is paused; return whether it does."""
-        found = self._paused.get(id(_object_of(call)))
+        found = self._paused.get(id(object_of(call)))
         if found is None or found.queue.pause is None or call.is_cancelled:
             return False
         batches = () if call.scope is None else call.scope.batches
@@ -197,7 +197,7 @@ class Pauses:
         return True
 
 
-def _object_of(call: ServerCall) -> Any:
+def object_of(call: ServerCall) -> Any:
     """Return the object of a call, None if it has none."""
     key = getattr(call, "order_key", None)
     if isinstance(key, tuple):

@@ -50,6 +50,7 @@ from .pauses import Pauses
 from .reply import reply_for
 from .session import Payload, Session
 from .sessions import SessionTable
+from .standing import View
 from .torch_clients import TorchCall
 
 log = logging.getLogger("aiorpc_torch")
@@ -69,6 +70,7 @@ class Server:
         observer: is told of the messages of callers, and of the ends of their connections.
         threads: number of threads for plain `def`s.
         exports: what calls may reach, None for everything.
+        on_question: answers the questions of callers where their calls stand.
     """
 
     def __init__(
@@ -77,13 +79,14 @@ class Server:
         observer: PeerObserver,
         threads: int,
         exports: ExportPolicy | None = None,
+        on_question: Callable[[Session, bytes], None] = lambda *_: None,
     ) -> None:
         self.name = members.name
         self.names = NameTable()
         self.sessions = SessionTable(members.name)
         self._members = members
         self._observer = observer
-        self.on_message = observer.on_message
+        self.on_message, self.on_question = observer.on_message, on_question
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
         self.lend_thread = self._executor.submit_to_threads
@@ -249,6 +252,10 @@ class Server:
     def open_calls(self, most: int | None = None) -> list[ServerCall]:
         """Return the unanswered calls; at most the `most` oldest of each caller. In any thread."""
         return [*self.sessions.open_calls(most), *itertools.islice([*self._torch_calls], most)]
+
+    def view(self) -> View:
+        """Return the calls as they stand now."""
+        return View(self.name, self.open_calls(), self._executor)
 
     def end_process(self, peer: Peer, text: str) -> None:
         """End what a member's process has here, which was replaced or has left; tell it why."""

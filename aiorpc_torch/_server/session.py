@@ -29,7 +29,9 @@ from .._wire.frames import (
     RESULTS,
     RETIRE,
     SLOT,
+    WHERE,
     frame,
+    header,
 )
 from .._wire.messages import (
     EncodedResult,
@@ -85,6 +87,9 @@ class Handler(Protocol):
 
     def on_created(self, created: Any) -> None:
         """Note that a caller has created an object. In any thread."""
+
+    def on_question(self, session: "Session", data: bytes) -> None:
+        """Answer a question where calls of the session stand."""
 
     def on_message(self, peer: Peer) -> None:
         """Note a message of a caller that is not alive."""
@@ -157,6 +162,9 @@ class Session(Channel):
             return 0
         if kind == RETIRE:
             self.retired.set()
+            return 0
+        if kind == WHERE:
+            self._handler.on_question(self, data)
             return 0
         return super().on_frame(kind, data)
 
@@ -251,7 +259,7 @@ class Session(Channel):
             else:
                 if self.events:
                     self._end_event(number)
-                self.write(frame(RESULTS, data))
+                self.write(header(len(data), RESULTS) + data)  # as `frame`, of small data
                 return
         self._queue_result((number, kind, cell))
 

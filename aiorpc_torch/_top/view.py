@@ -241,6 +241,9 @@ def _detail(
     for wait in row.waits:
         calls = f"{number(wait.calls)} calls, {wait.method} for {seconds(wait.age)}"
         yield Text(f"waits for {wait.worker}: {calls}", style="cyan")
+    if where := data.get("where", ()):
+        yield Text("where its calls stand:", style="bold")
+        yield from _stack(where)
     yield from _calls(data)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..errors import NotInWorld
 
 SUPPORTED = "2.11 to 2.15"
 
@@ -150,20 +151,34 @@ def make_rref(value: Any) -> "_rpc.RRef[Any]":
     only with an interface, and reads freed memory for the type of a tuple. It asks three functions
     of Python first. With the answers below it infers nothing, at once.
     (2.11, 2.13, 2.14; tests/loopback/test_any_object.py)
+
+    Raises:
+        NotInWorld: outside a world, or once this worker leaves it.
     """
-    if isinstance(value, Tensor):  # distributed autograd and torch's optimizers need the type
-        return _rpc.RRef(value)
-    before, _made.value = _made.value, value  # a finalizer may make one meanwhile
     try:
-        rref: _rpc.RRef[Any] = _rpc.RRef(value)
-    finally:
-        _made.value = before
-    if rref.local_value() is not value:
+        rref = _made_of(value)
+        kept = rref.local_value()
+    except RuntimeError as exc:
+        if has_agent():
+            raise
+        text = "an RRef is of a world: enter one first, as with local_world() or worker()"
+        raise NotInWorld(text) from exc
+    if kept is not value:
         raise RuntimeError(
             f"torch {torch.__version__} has converted a {type(value).__qualname__} behind an RRef; "
             f"supported versions: {SUPPORTED}"
         )
     return rref
+
+
+def _made_of(value: Any) -> "_rpc.RRef[Any]":
+    if isinstance(value, Tensor):  # distributed autograd and torch's optimizers need the type
+        return _rpc.RRef(value)
+    before, _made.value = _made.value, value  # a finalizer may make one meanwhile
+    try:
+        return _rpc.RRef(value)
+    finally:
+        _made.value = before
 
 
 @functools.wraps(_can_compile)

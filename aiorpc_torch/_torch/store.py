@@ -7,6 +7,8 @@ If a connection ends, it prints C++ frames. (2.13 to 2.15; tests/torch_facts/tes
 import socket
 import struct
 
+from .._aio.flows import read_flow
+
 _VALIDATE, _COMPARE_SET = 0, 2
 _MAGIC = 0x3C85F7CE
 _LENGTH = struct.Struct("=Q")
@@ -85,6 +87,15 @@ class StoreClient:
                 return False
             self._received += more
         return True
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Return whether the other machine has not acknowledged what was sent.
+
+        TCP sends it again ever more rarely, so this connection works long after the link does.
+        """
+        info = read_flow(self._connected)
+        return info is not None and info.is_missing
 
     def close(self) -> None:
         """Close the connection."""

@@ -7,7 +7,7 @@ travel with each call that the function makes, directly or through other workers
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 
 BatchId = tuple[str, int]
@@ -45,6 +45,12 @@ note_call = _running.set
 
 running_call = _running.get
 """Return the key of the call or batch that this context is a part of, None if it is of none."""
+
+
+def call_of(context: Context) -> CallKey | None:
+    """Return the key of the call or batch that a context is a part of, None if it is of none."""
+    return context.get(_running)
+
 
 BATCH = "batch"
 """In place of a session in the key of a batch."""

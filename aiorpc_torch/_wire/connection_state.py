@@ -158,6 +158,10 @@ class SendState(Generic[C]):
         self.queue.append(call)
         return (is_idle and self.woken == 1) or len(self.queue) >= MAX_CALLS
 
+    def was_sent(self, number: int) -> bool:
+        """Return whether a call is sent and not answered."""
+        return number in self.window and number not in self._unsent
+
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
         if number in self._unsent:

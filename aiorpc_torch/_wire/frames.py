@@ -11,19 +11,22 @@ MAX_FRAME = 1 << 20
 """Maximum bytes of data in one frame. Large tensors are no part of it."""
 
 CALLS, SLOT, CONTROL, RESULTS, CLOSE, PING, RETIRE = range(1, 8)
-SEGMENTS, SHARED, TRANSFERS, TRANSFERRED = range(8, 12)
+SEGMENTS, SHARED, TRANSFERS, TRANSFERRED, WHERE = range(8, 13)
 """Kinds of frames: groups of calls; a call whose payload follows by torch RPC; cancellations and
 credit for streams; columns of results; the end of the connection; a sign of life, or a request for
 one; from a callee, a request for no further calls, and from its caller the answer that none
 follows; offers and releases of shared memory; a call or a result whose tensors are in shared
-memory; the state of transfers on tensor sockets; a call or a result whose transfer has arrived."""
+memory; the state of transfers on tensor sockets; a call or a result whose transfer has arrived; a
+question where calls stand, or its answer."""
 
-_KINDS = frozenset(range(CALLS, TRANSFERRED + 1))
+_KINDS = frozenset(range(CALLS, WHERE + 1))
 
 HEADER = struct.Struct("<IB")
 HEADER_BYTES = HEADER.size
 
-_header, _read_header = HEADER.pack, HEADER.unpack_from
+_read_header = HEADER.unpack_from
+header = HEADER.pack
+"""Return the header of a frame, given the length of its data, and its kind."""
 
 _INITIAL = 1 << 16  # bytes of the buffer; a larger frame enlarges it
 
@@ -40,7 +43,7 @@ def frame(kind: int, data: bytes) -> bytes:
     """
     if len(data) > MAX_FRAME:
         raise ValueError(f"a frame must have at most {MAX_FRAME} bytes, got {len(data)}")
-    return _header(len(data), kind) + data
+    return header(len(data), kind) + data
 
 
 class FrameReader:

@@ -14,6 +14,7 @@ from .._context.interception import CallInfo, Interceptor, intercept
 from .._context.propagation import propagate
 from .._inspection.calls_in_flight import PendingCall, pending
 from .._inspection.counters import Stats, stats
+from .._inspection.where import where
 from .._names import show_as as _show_as
 
 _OF_OTHERS = (
@@ -26,6 +27,7 @@ _OF_OTHERS = (
     "Interceptor",
     "CallInfo",
     "propagate",
+    "where",
 )
 _show_as(__name__, globals(), _OF_OTHERS)
 
@@ -45,4 +47,5 @@ __all__ = (
     "propagate",
     "serve_metrics",
     "stats",
+    "where",
 )

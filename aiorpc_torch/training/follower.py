@@ -14,6 +14,7 @@ from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, needed_by, place
 from .receiver import Receiver
 from .recovery import hold_copies
+from .snapshots import Snapshot, in_thread
 
 
 async def follow(
@@ -191,19 +192,27 @@ class Follower:
 
     async def _put_in(self) -> None:
         """Put the newest version in, all of it in one step of the event loop."""
-        if self._receiver.version == self.version:
-            return
-        await self._receiver.restore()
-        async with self._holds.writing():
-            number, snapshot = self._receiver.newest or (self.version, None)
-            if number == self.version or snapshot is None:  # another task has put it in
+        receiver = self._receiver
+        while receiver.newest is not None and receiver.version != self.version:
+            async with self._holds.writing():
+                number, snapshot = receiver.newest
+                entries = self._holds.entries
+                is_changed = await in_thread(snapshot.changed, snapshot.size)
+                with self._holds.placing() as is_free:
+                    # Who has entered meanwhile, out of patience, may have written into it.
+                    if is_free and self._holds.entries == entries and not is_changed:
+                        self._place(number, snapshot)
+                        break
+            if is_changed and not await receiver.restore():
                 return
-            begun = time.perf_counter()
-            tree = snapshot.load()
-            place(tree, self._into, copy=self._copy)
-            self.version, self.state = number, tree
-            self.pause = time.perf_counter() - begun
-        self._receiver.changes.notify()
+        receiver.changes.notify()
+
+    def _place(self, number: int, snapshot: Snapshot) -> None:
+        begun = time.perf_counter()
+        tree = snapshot.load()
+        place(tree, self._into, copy=self._copy)
+        self.version, self.state = number, tree
+        self.pause = time.perf_counter() - begun
 
     def _check(self) -> None:
         self._receiver.check_open()

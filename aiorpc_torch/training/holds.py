@@ -37,6 +37,7 @@ class Holds:
         self._readers = 0
         self._is_writing = False
         self._changes = Changes()  # for coroutines
+        self.entries = 0  # how many readers there were
 
     # ── readers ─────────────────────────────────────────────────────────────────────────────────
 
@@ -75,8 +76,9 @@ class Holds:
         return None
 
     def _enter(self) -> _Reader:
-        with self._condition:
+        with self._condition:  # the writer has it as it replaces the value
             self._readers += 1
+            self.entries += 1
         return _Reader(self)
 
     @contextlib.contextmanager
@@ -117,6 +119,15 @@ class Holds:
             yield
         finally:
             self._set_writing(False)
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[bool]:
+        """Keep new readers out, also those of threads, in a step without an await.
+
+        The value is whether no reader is left: one may have entered as its patience ended.
+        """
+        with self._condition:
+            yield not self._readers
 
     def _set_writing(self, is_writing: bool) -> None:
         with self._condition:

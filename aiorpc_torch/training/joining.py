@@ -8,8 +8,19 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .shards import Box, Slice, Wanted, whole
-from .snapshots import ABSENT, Block, Memory, Part, Parts, Place, Snapshot, checksum, place_of
+from .shards import Box, Slice, Wanted, is_covered, whole
+from .snapshots import (
+    Block,
+    Loaded,
+    Memory,
+    Part,
+    Parts,
+    Place,
+    Snapshot,
+    checksum,
+    place_of,
+    sample_of,
+)
 
 
 class Cuts:
@@ -32,7 +43,7 @@ class Cuts:
             del blocks[name]
             blocks[block.name] = block.written
         new = [each and moved.get(each._replace(checksum=None), each) for each in snapshot.places]
-        return Snapshot(snapshot.tree, tuple(new), blocks)
+        return Snapshot(snapshot.tree, tuple(new), blocks, sample_of(new, blocks))
 
     def forget(self, kept: Collection[str]) -> None:
         """Forget what was cut of other blocks than these."""
@@ -52,11 +63,16 @@ class Cuts:
 
 
 def _cut_one(snapshot: Snapshot, place: Place, box: Box | None, block: Block) -> Place | None:
-    part = place.part
-    box = box and part.box.meet(box)
-    if box is None or not box.size:
+    part, view = place.part, place.view(snapshot.blocks)
+    if box is None:
         return None
-    tensor = box.of(place.view(snapshot.blocks), part.box.offset)
+    if box.size:
+        box = part.box.meet(box)
+        if not box.size:
+            return None
+        tensor = box.of(view, part.box.offset)
+    else:
+        tensor = view.new_empty(box.shape)
     added = block.add(place_of(tensor, Slice(box, part.shape)), tensor)
     return added._replace(checksum=checksum(added.bytes_in({block.name: block.written})))
 
@@ -78,38 +94,68 @@ def _boxes(snapshot: Snapshot, wanted: Wanted) -> dict[int, Box | None]:
     }
 
 
-def merge(trees: Sequence[Any], needed: Mapping[str, Box], name: str = "") -> Any:
+class PartsLackingError(ValueError):
+    """The publishers' parts of a tensor do not cover what is needed of it."""
+
+
+def merge(trees: Sequence[Loaded], needed: Mapping[str, Box]) -> Any:
     """Return one tree of those of several publishers, with the `Parts` of each tensor in it.
 
-    Mappings are joined, sequences of one length and dataclasses too. Of other values, the first
-    publisher's counts.
+    Mappings are joined, lists and tuples of one length and dataclasses too. Of other values, the
+    first publisher's counts.
 
     Args:
-        trees: the trees, as from `Snapshot.parts`.
+        trees: the trees, as from `Snapshot.loaded`.
         needed: the slice that is needed of a tensor, by its name; others are needed whole.
-        name: name of the place of these trees in a larger one.
+
+    Raises:
+        PartsLackingError: if a part of a tensor is nowhere.
     """
-    found = [each for each in trees if each is not ABSENT]
-    if not found:
-        return None  # nothing is needed of this tensor
-    first = found[0]
-    if isinstance(first, Part):
-        parts = {each.slice.box: each for each in found if isinstance(each, Part)}
-        box = needed.get(name or "the tree", whole(first.slice.shape))
-        return Parts([*parts.values()], box)
-    alike = [each for each in found if _has_form(each, first)]
+    parts = {key: part for each in trees for key, part in each.parts.items()}
+    return _merge([each.tree for each in trees], parts, needed, "")
+
+
+def _merge(
+    trees: Sequence[Any], parts: Mapping[int, Part], needed: Mapping[str, Box], name: str
+) -> Any:
+    first = trees[0]
+    if id(first) in parts:
+        return _merge_parts([parts[id(each)] for each in trees if id(each) in parts], needed, name)
+    alike = [each for each in trees if _has_form(each, first)]
+
+    def merged(key: str, values: Sequence[Any]) -> Any:
+        return _merge(values, parts, needed, f"{name}{key}")
+
     if isinstance(first, Mapping):
-        return _merge_mappings(alike, needed, name)
-    if isinstance(first, list | tuple):
+        found: Any = copy.copy(first)  # with what a state dict has besides
+        for key in dict.fromkeys(key for each in alike for key in each):
+            found[key] = merged(f"[{key!r}]", [each[key] for each in alike if key in each])
+        return found
+    if type(first) in (list, tuple) or hasattr(first, "_fields"):
         columns = enumerate(zip(*alike, strict=True))
-        items = [merge(column, needed, f"{name}[{index}]") for index, column in columns]
+        items = [merged(f"[{index}]", column) for index, column in columns]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        fields = [field.name for field in dataclasses.fields(first) if field.init]
-        values = {each: [getattr(tree, each) for tree in alike] for each in fields}
-        merged = {each: merge(values[each], needed, f"{name}.{each}") for each in fields}
-        return dataclasses.replace(first, **merged)
+        found = copy.copy(first)
+        for each in dataclasses.fields(first):
+            if values := [getattr(tree, each.name) for tree in alike if hasattr(tree, each.name)]:
+                object.__setattr__(found, each.name, merged(f".{each.name}", values))
+        return found
     return first
+
+
+def _merge_parts(found: Sequence[Part], needed: Mapping[str, Box], name: str) -> Parts:
+    here = [(each.place, each.tensor) for each in found if each.place is not None]
+    name = name or "the tree"
+    places = {place.part.box: (place, tensor) for place, tensor in reversed(here)}
+    shapes = {place.part.shape for place, _ in here}
+    box = needed.get(name, whole(here[0][0].part.shape)) if here else None
+    if box is None or len(shapes) > 1 or not is_covered(box, places):
+        raise PartsLackingError(
+            f"{name} has parts that are not on the publishers that are followed, or different "
+            "shapes there: name all of its publishers, as in follow(name, on=[...])"
+        )
+    return Parts([*places.values()], box)
 
 
 def _has_form(tree: Any, first: Any) -> bool:
@@ -118,11 +164,3 @@ def _has_form(tree: Any, first: Any) -> bool:
         return isinstance(tree, Mapping)
     is_sequence = isinstance(first, list | tuple)
     return type(tree) is type(first) and (not is_sequence or len(tree) == len(first))
-
-
-def _merge_mappings(trees: Sequence[Any], needed: Mapping[str, Box], name: str) -> Any:
-    merged = copy.copy(trees[0])  # with what a state dict has besides
-    for key in dict.fromkeys(key for each in trees for key in each):
-        values = [each[key] for each in trees if key in each]
-        merged[key] = merge(values, needed, f"{name}[{key!r}]")
-    return merged

@@ -70,9 +70,12 @@ def _check(tree: Any, targets: Mapping[str, Any]) -> None:
         kind = type(tree).__name__
         raise ValueError(f"`into` takes dicts of tensors, such as a state dict, got {kind}")
     if tree.keys() != targets.keys():
+        names = ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
+        parts = [key for key, part in tree.items() if _has_names(part, targets)]
+        remedy = "; for a part, into=lambda tree: model.load_state_dict(tree[{!r}])"
         raise ValueError(
-            "the version and `into` have different names: "
-            + ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
+            f"the version and `into` have different names: {names}"
+            + (remedy.format(parts[0]) if parts else "")
         )
     with torch.no_grad():
         for name, target in targets.items():
@@ -81,6 +84,10 @@ def _check(tree: Any, targets: Mapping[str, Any]) -> None:
                     f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
                 )
                 raise ValueError(f"{name!r} has the shape {shapes}")
+
+
+def _has_names(part: Any, targets: Mapping[str, Any]) -> bool:
+    return isinstance(part, Mapping) and part.keys() == targets.keys()
 
 
 class ForwardHolds:

@@ -7,17 +7,20 @@ deadline. (tests/unit/training/test_receiver.py)
 import asyncio
 import contextlib
 import contextvars
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .. import CallTimeout, NotInWorld, RpcError, WorkerGone
-from .joining import merge
+from .joining import PartsLackingError, merge
 from .shards import Box, assign
-from .snapshots import Memory, Snapshot, in_thread, snapshot_in_thread
-from .source import PAUSE, Source
+from .snapshots import Memory, Snapshot, snapshot_in_thread
+from .source import Source
 from .waiting import Changes
 
 T = TypeVar("T")
+
+log = logging.getLogger("aiorpc_torch")
 
 REPLACEMENT_TIMEOUT = 60.0
 """Seconds after a publisher's loss in which waits go on: its replacement process may register."""
@@ -64,6 +67,8 @@ class Receiver:
         self._error: Exception | None = None  # that has ended the task
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._is_spoiled = False  # the newest version is not as it was published
+        self._is_planned = False  # what each source sends is decided
 
     def __repr__(self) -> str:
         where = "" if self._on is None else f" on {self._on!r}"
@@ -98,23 +103,23 @@ class Receiver:
         """
         losses = self._losses
         try:
-            await self.until(await self._available(), lambda: self._losses > losses)
+            if (newest := await self._available()) > self.version:
+                await self.until(newest, lambda: self._losses > losses)
         except (WorkerGone, NotInWorld):
             self.start()  # it looks for the publisher's replacement process
 
-    async def restore(self) -> None:
-        """Receive the version again if this process has changed what did not travel with it.
+    async def restore(self) -> bool:
+        """Receive the newest version again: this process has changed what did not travel with it.
 
-        Raises:
-            WorkerGone: if the publisher is lost.
+        Return whether the publisher has it; if not, it is waited for the next one.
         """
-        while self.newest is not None:
-            snapshot = self.newest[1]
-            if not await in_thread(snapshot.changed, snapshot.size):
-                return
-            for source in self._sources:
-                source.forget()
-            await self._receive(self.version - 1)
+        self._is_spoiled = True
+        for source in self._sources:
+            source.forget()
+        if await self._available() < self.version:
+            return False
+        await self._receive(self.version - 1)
+        return True
 
     async def until(self, version: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until this version or a later one is received, or `is_over()`.
@@ -128,14 +133,17 @@ class Receiver:
         self.changes.notify()
         try:
             await self.changes.until(
-                lambda: self.version >= version or is_over() or self._has_ended(),
+                lambda: self._has(version) or is_over() or self._has_ended(),
                 f"the wait for version {version} of {self._name!r}",
             )
         finally:
             self._wanted.remove(version)
         self.check_open()
-        if self.version < version and self._error is not None:
+        if not self._has(version) and self._error is not None:
             raise self._error
+
+    def _has(self, version: int) -> bool:
+        return self.version >= version and not self._is_spoiled
 
     def check_open(self) -> None:
         """Raise RuntimeError if this receiver is closed."""
@@ -202,23 +210,18 @@ class Receiver:
                 return
 
     async def _find(self, timeout: float | None = None) -> None:
-        """Find the publishers, and who of them sends what."""
-        while True:
-            await together(each.find(timeout=timeout) for each in self._sources)
-            if not self._is_joined:
-                return
-            try:
-                slices = await together(each.slices() for each in self._sources)
-            except WorkerGone as lost:
-                if not self._may_come_again(lost):
-                    raise
-                await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
-            else:
-                workers = [each.worker for each in self._sources]
-                wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
-                for each in self._sources:
-                    each.wanted = wanted[each.worker]
-                return
+        """Find the publishers."""
+        await together(each.find(timeout=timeout) for each in self._sources)
+        self._is_planned = False
+
+    async def _plan(self, number: int) -> None:
+        """Decide what each source sends of versions like this one."""
+        slices = await together(each.slices(number) for each in self._sources)
+        workers = [each.worker for each in self._sources]
+        wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
+        for each in self._sources:
+            each.wanted = wanted[each.worker]
+        self._is_planned = True
 
     def _may_come_again(self, gone: WorkerGone) -> bool:
         """Return whether a publisher may come after the last one has gone."""
@@ -227,13 +230,20 @@ class Receiver:
     async def _receive_next(self, seen: int) -> None:
         """Receive a version newer than `seen`."""
         await self._receive(seen)
-        if self._on_version is not None:
+        if self._on_version is None:
+            return
+        try:
             await self._on_version()
+        except RpcError:
+            raise
+        except Exception:  # of the user's function, or a version that does not fit
+            text = "version %d of %r was not put in; the next one is awaited"
+            log.warning(text, self.version, self._name, exc_info=True)
 
     async def _receive(self, seen: int) -> None:
         number, snapshot = await (self._joined(seen) if self._is_joined else self._lone(seen))
         if number >= self.version:
-            self.newest = number, snapshot
+            self.newest, self._is_spoiled = (number, snapshot), False
         self.changes.notify()
 
     async def _lone(self, seen: int) -> tuple[int, Snapshot]:
@@ -251,25 +261,33 @@ class Receiver:
         least = seen + 1
         while True:
             kept = await together(each.kept(self.version, least) for each in self._sources)
-            number, oldest = min(newest for _, newest in kept), max(first for first, _ in kept)
+            number, oldest = common(kept)
             if number < oldest:  # one of them is so far behind that others have dropped its version
                 least = oldest
                 continue
+            was_planned = self._is_planned
             try:
-                found = await together(each.get(number) for each in self._sources)
+                return number, await self._join(number)
             except LookupError:  # dropped meanwhile, or never published there
                 least = number + 1
-                continue
-            snapshots = [each for _, each in found]
-            tree = merge([each.parts() for each in snapshots], self._needed)
-            before = None if self.newest is None else self.newest[1]
-            return number, await snapshot_in_thread(tree, self._memory, before, snapshots)
+            except PartsLackingError:  # planned for other shards, of an earlier version
+                if not was_planned:
+                    raise
+                self._is_planned = False
+
+    async def _join(self, number: int) -> Snapshot:
+        if not self._is_planned:
+            await self._plan(number)
+        found = await together(each.get(number) for each in self._sources)
+        tree = merge([each.loaded() for _, each in found], self._needed)
+        before = None if self.newest is None else self.newest[1]
+        others = [each for _, each in found]
+        return await snapshot_in_thread(tree, self._memory, before, others)
 
     async def _available(self) -> int:
-        """Return the number of the newest version that can be had now."""
-        kept = await together(each.kept(self.version) for each in self._sources)
-        number, oldest = min(newest for _, newest in kept), max(first for first, _ in kept)
-        return number if number >= oldest else self.version
+        """Return the number of the newest version that can be had now, -1 without one."""
+        number, oldest = common(await together(each.kept(self.version) for each in self._sources))
+        return number if number >= oldest else -1
 
     async def _pause(self) -> None:
         """Wait for the time between two versions, or until a task waits for the next."""
@@ -280,6 +298,11 @@ class Receiver:
 
     def _is_wanted(self) -> bool:
         return max(self._wanted, default=-1) > self.version
+
+
+def common(kept: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the newest version that all have had, and the oldest that all still keep."""
+    return min(newest for _, newest in kept), max(oldest for oldest, _ in kept)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

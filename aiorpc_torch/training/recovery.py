@@ -5,9 +5,11 @@ Each worker with followers has one object that knows them, registered under a na
 """
 
 import asyncio
+import logging
+import operator
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import RpcError, RRef, WorkerGone, lookup, members, register, remote
 from .receiver import Receiver
@@ -15,6 +17,8 @@ from .relays import Version, own_host, version_of
 from .snapshots import Snapshot
 
 K = TypeVar("K")
+
+log = logging.getLogger("aiorpc_torch")
 
 
 class Recovered(NamedTuple):
@@ -40,7 +44,8 @@ async def recover(name: str) -> Recovered | None:
 
     It is for the process that replaces a learner: followers keep their versions in memory, and go
     on with the weights that it registers. Of several followers with the version, one on this host
-    is asked first. One that is lost as it answers is passed over.
+    is asked first. One that is lost as it answers is passed over, and so is one that has written
+    into its version, as a model that is trained does, while another is intact.
 
     The state of an optimizer, counters and random states are trees as well: publish them in the
     same tree, or under a name of their own, and follow that on another host.
@@ -57,16 +62,19 @@ async def recover(name: str) -> Recovered | None:
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     answers, failures = await _ask_all(await members(_name_of(name)))
-    candidates, best = Candidates(answers), None
-    while (candidate := candidates.next(-1 if best is None else best[0])) is not None:
+    for holder in in_order(answers):
         try:
-            version = await remote(candidate).take()
+            number, head, blocks = await remote(holder).take()
         except RpcError as exc:
             failures.append(exc)
-        else:
-            best = version if best is None or version[0] > best[0] else best
-    if best is not None and best[0] >= 0:
-        number, head, blocks = best
+            continue
+        if not answers[holder].is_intact:
+            log.warning(
+                "version %d of %r is recovered from a follower that has written into it; no other "
+                "has one: follow into a model that is not trained, or with copy=True",
+                number,
+                name,
+            )
         return Recovered(number, Snapshot.received(head, blocks).load())
     for failure in failures:
         if not isinstance(failure, WorkerGone):  # it lives: a None would let the learner begin anew
@@ -75,25 +83,20 @@ async def recover(name: str) -> Recovered | None:
 
 
 class Answer(NamedTuple):
-    """The newest version that a worker holds, -1 for none, and whether it is on this host."""
+    """A worker's version: whether it is as it was published, its number, and whether it is near.
 
+    Its number is -1 if the worker has none. It is near on this host.
+    """
+
+    is_intact: bool
     version: int
     is_near: bool
 
 
-class Candidates(Generic[K]):
-    """The order in which workers are asked for a version: the newest first, then the nearest."""
-
-    def __init__(self, answers: Mapping[K, Answer]) -> None:
-        held = [each for each in answers if answers[each].version >= 0]
-        self._left = sorted(held, key=answers.__getitem__)
-        self._answers = answers
-
-    def next(self, version: int) -> K | None:
-        """Return the next worker to ask, None if none has told of a newer one than that."""
-        if not self._left or self._answers[self._left[-1]].version <= version:
-            return None
-        return self._left.pop()
+def in_order(answers: Mapping[K, Answer]) -> list[K]:
+    """Return the workers that hold a version: intact ones first, then the newest, the nearest."""
+    held = [each for each in answers if answers[each].version >= 0]
+    return sorted(held, key=answers.__getitem__, reverse=True)
 
 
 async def _ask_all(
@@ -110,8 +113,8 @@ async def _ask_all(
         elif isinstance(reply, BaseException):
             raise reply
         else:
-            version, where = reply
-            found[holder] = Answer(version, where == host)
+            is_intact, version, where = reply
+            found[holder] = Answer(is_intact, version, where == host)
     return found, failures
 
 
@@ -128,21 +131,33 @@ class Copies:
         """Note a follower of this worker, as long as it lives."""
         self._receivers.add(receiver)
 
-    async def newest(self) -> tuple[int, str]:
-        """Return the number of the newest version that is held, -1 for none, and this host."""
-        return self._newest()[0], own_host()
+    async def newest(self) -> tuple[bool, int, str]:
+        """Return whether the version that is held is intact, its number, and this host.
+
+        The number is -1 without one.
+        """
+        is_intact, number, _ = self._best()
+        return is_intact, number, own_host()
 
     async def take(self) -> Version:
-        """Return the newest version that is held; its number is -1 if there is none."""
-        return self._newest()
+        """Return the version that is held.
 
-    def _newest(self) -> Version:
-        newest = [each.newest for each in [*self._receivers] if each.newest is not None]
-        held = [each for each in newest if each[1].is_whole]  # not shards of DTensors
-        if not held:
-            return -1, b"", {}
-        number, snapshot = max(held, key=lambda each: each[0])
+        Raises:
+            RpcError: if it is gone.
+        """
+        _, number, snapshot = self._best()
+        if snapshot is None:
+            raise RpcError("the follower has gone")
         return version_of(number, snapshot, ())
+
+    def _best(self) -> tuple[bool, int, Snapshot | None]:
+        newest = [each.newest for each in [*self._receivers] if each.newest is not None]
+        held = [
+            (snapshot.is_intact, number, snapshot)
+            for number, snapshot in newest
+            if snapshot.is_whole  # not shards of DTensors
+        ]
+        return max(held, key=operator.itemgetter(0, 1), default=(False, -1, None))
 
 
 async def hold_copies(name: str, receiver: Receiver) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import os
 import socket
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from .. import NotInWorld, RRef, register, remote, unregister
 from .._aio.host import this_host
-from .shards import Wanted, has_all, union
+from .shards import Box, Wanted, has_all, union
 from .snapshots import Snapshot
 from .waiting import ends_at_leave
+
+Key = tuple[str, int, frozenset[tuple[str, Box | None]]]
+"""A transfer: the publisher's method, its number, and what is wanted."""
 
 Version = tuple[int, bytes, dict[str, Tensor]]
 """A version on its way: its number, the head of its `Snapshot`, and the blocks that are sent."""
@@ -70,9 +74,10 @@ class Relay:
     def __init__(self, name: str, publisher: RRef[Any]) -> None:
         self._name = name
         self._publisher = publisher
-        self._held: dict[int, tuple[Snapshot, Wanted]] = {}  # the last two versions
+        self._held: dict[int, tuple[Snapshot, Wanted]] = {}  # the last version, or two
         self._wanted: Wanted | None = None  # by all followers; None before the first
-        self._transfers: dict[Any, asyncio.Task[None]] = {}
+        self._transfers: dict[Key, asyncio.Task[None]] = {}
+        self._waiting: Counter[asyncio.Task[None]] = Counter()
 
     @ends_at_leave
     async def after(self, seen: int, has: Collection[str], wanted: Wanted) -> Version:
@@ -93,15 +98,30 @@ class Relay:
         self._wanted = dict(wanted) if self._wanted is None else union(self._wanted, wanted)
         while (found := self._find(method, number, wanted)) is None:
             # Also of another follower's number: the publisher learns from it what was seen.
-            key = method, number, frozenset(self._wanted.items())
-            if key not in self._transfers:
-                context = contextvars.Context()  # without the deadline of the call
-                transfer = self._receive(key, self._wanted)
-                task = asyncio.create_task(transfer, name=self._name, context=context)
-                task.add_done_callback(_note_exception)
-                self._transfers[key] = task
-            await asyncio.shield(self._transfers[key])
+            await self._transferred((method, number, frozenset(self._wanted.items())))
         return version_of(found, self._held[found][0], has)
+
+    async def _transferred(self, key: Key) -> None:
+        """Wait for a transfer, which lasts as long as anyone waits for it."""
+        if key not in self._transfers:
+            context = contextvars.Context()  # without the deadline of the call
+            transfer = self._receive(key)
+            task = asyncio.create_task(transfer, name=self._name, context=context)
+            self._transfers[key] = task
+        task = self._transfers[key]
+        self._waiting[task] += 1
+        try:
+            await asyncio.shield(task)
+        finally:
+            self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
+                self._forget(key, task)
+                task.cancel()
+
+    def _forget(self, key: Key, task: "asyncio.Task[None] | None") -> None:
+        if self._transfers.get(key) is task:
+            del self._transfers[key]
 
     def _find(self, method: str, number: int, wanted: Wanted) -> int | None:
         """Return the number of a version that is here and has what is wanted."""
@@ -112,8 +132,9 @@ class Relay:
         ]
         return max(fits, default=None)
 
-    async def _receive(self, key: tuple[str, int, Any], wanted: Wanted) -> None:
-        method, number, _ = key
+    async def _receive(self, key: Key) -> None:
+        method, number, items = key
+        wanted = dict(items)
         blocks = {
             name: data for held, _ in self._held.values() for name, data in held.blocks.items()
         }
@@ -128,16 +149,11 @@ class Relay:
             raise
         else:
             self._held[found] = Snapshot.received(head, sent, blocks), wanted
-            for each in sorted(self._held)[:-2]:
+            kept = 2 if method == "get" else 1  # of several publishers one may be ahead
+            for each in sorted(self._held)[:-kept]:
                 del self._held[each]
         finally:
-            del self._transfers[key]
-
-
-def _note_exception(task: asyncio.Task[None]) -> None:
-    """Mark the exception of a transfer as seen: its followers may have left."""
-    if not task.cancelled():
-        task.exception()
+            self._forget(key, asyncio.current_task())
 
 
 def start_relay(name: str, publisher: RRef[Any]) -> None:

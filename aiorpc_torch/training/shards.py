@@ -127,14 +127,17 @@ def assign(
                     f"publishers have different tensors under one name: {name} has the shape "
                     f"{shapes[name]} and, on {publisher!r}, {shape}"
                 )
-            part = box.meet(needed.get(name, whole(shape)))
+            target = needed.get(name, whole(shape))
+            part = box.meet(target)
             before = taken.setdefault(name, [])
-            if not part.size or part in before:
+            if not target.size and not before:
+                part = target  # an empty tensor, of the first one
+            elif not part.size or part in before:
                 wanted[publisher][name] = None
-            else:
-                before.append(part)
-                if part != box:
-                    wanted[publisher][name] = part
+                continue
+            before.append(part)
+            if part != box:
+                wanted[publisher][name] = part
     for name, parts in taken.items():
         if not is_covered(needed.get(name, whole(shapes[name])), parts):
             raise ValueError(

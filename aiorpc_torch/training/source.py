@@ -90,10 +90,10 @@ class Source:
             raise TypeError(text) from exc
         return found
 
-    async def slices(self) -> Mapping[str, Slice]:
-        """Return the slices that the publisher has of its tensors, by their names."""
+    async def slices(self, number: int) -> Mapping[str, Slice]:
+        """Return the slices that the publisher has of a version's tensors, by their names."""
         assert self._publisher is not None
-        found: Mapping[str, Slice] = await remote(self._publisher).slices()
+        found: Mapping[str, Slice] = await remote(self._publisher).slices(number)
         return found
 
     async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:

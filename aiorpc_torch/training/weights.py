@@ -7,8 +7,6 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
-
 from .joining import Cuts
 from .relays import Hosts, Version, version_of
 from .shards import Slice, Wanted
@@ -50,13 +48,14 @@ class Weights:
 
     Raises:
         ValueError: if `keep` or `version` is invalid.
-        TypeError: if `tree` is a module, or has DTensors that are neither sharded nor replicated.
+        TypeError: if a module, an optimizer or a generator is in `tree`, or a DTensor that is
+            neither sharded nor replicated.
     """
 
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
         self._memory = Memory()
-        first = snapshot(_checked(tree), self._memory)
         self._shapes = shapes(tree)
+        first = snapshot(tree, self._memory)
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
         self._hosts = Hosts()
         self._token = secrets.token_hex(8)
@@ -85,11 +84,11 @@ class Weights:
             tree: a tree of tensors, as the first version.
 
         Raises:
-            TypeError: if `tree` is a module, or has DTensors that are neither sharded nor
-                replicated.
+            TypeError: if a module, an optimizer or a generator is in `tree`, or a DTensor that is
+                neither sharded nor replicated.
             ValueError: if it lacks a tensor of the first version, or has it in another shape.
         """
-        check_shapes(self._shapes, _checked(tree))
+        check_shapes(self._shapes, tree)
         await self._publishing.turn(lambda: not self._is_publishing, "publish()")
         self._is_publishing = True
         try:
@@ -135,9 +134,13 @@ class Weights:
         await self._changes.until(lambda: self.version >= least, "the wait for a version")
         return self._versions.oldest, self.version
 
-    async def slices(self) -> dict[str, Slice]:
-        """Return what is here of each tensor, by its name in the tree."""
-        return self._versions.get(self.version).slices()
+    async def slices(self, number: int) -> dict[str, Slice]:
+        """Return what is here of each tensor of a version, by its name in the tree.
+
+        Raises:
+            LookupError: if it is not kept.
+        """
+        return self._versions.get(number).slices()
 
     @ends_at_leave
     async def after(
@@ -181,11 +184,3 @@ class Weights:
             )
         if self._versions.see(number):
             self._changes.notify()
-
-
-def _checked(tree: Any) -> Any:
-    """Return a tree that is no module: followers could not put that into theirs."""
-    if isinstance(tree, nn.Module):
-        kind = type(tree).__name__
-        raise TypeError(f"a version is a tree of tensors, such as `model.state_dict()`, got {kind}")
-    return tree

@@ -27,9 +27,18 @@ from aiorpc_torch import (
     max_concurrency,
     paused,
     remote,
+    supervised,
     testing,
 )
-from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Weights, follow
+from aiorpc_torch.training import (
+    Follower,
+    Replay,
+    SampleLimit,
+    StalenessLimit,
+    Weights,
+    follow,
+    recover,
+)
 from tests.support.tensor_ways import TENSOR_WAYS
 
 from .loop import SteppingLoop
@@ -372,6 +381,28 @@ async def any_of_a_group(scene: Scene) -> Any:
     return await remote(scene.group().any()).echo(1)
 
 
+@operation()
+async def calls_on_routes(_: Scene) -> Any:
+    """Each may take several attempts: of a supervised object, of any member, with retries."""
+    made = await supervised("main", Actor)
+    group = Group([made])
+    calls = remote(made).late(1), remote(group.any(), retries=1).late(2)
+    return await asyncio.gather(*calls, remote(made.rref, retries=1).late(3), _all_of(group))
+
+
+async def _all_of(group: "Group[Any]") -> Any:
+    return await remote(group, retries=1).late(4)
+
+
+@operation()
+async def streams_on_routes(scene: Scene) -> Any:
+    made = await supervised("main", Actor)
+    group = Group([made, scene.actor()])
+    count = await _count(remote(made).items, 2, SMALL)
+    count += await _count(remote(group.any(), retries=1).items, 2, SMALL)
+    return count, [item async for item in group.map(Actor.echo, range(3))]
+
+
 @operation(ways=TENSOR_WAYS)
 async def group_map(scene: Scene) -> Any:
     group = scene.group()
@@ -580,6 +611,46 @@ async def weights_followed(_: Scene) -> Any:
             async with policy.hold() as version:
                 pass
             return version, await policy.update()
+
+
+@operation()
+async def weights_joined_and_recovered(_: Scene) -> Any:
+    base = torch.ones(LARGE)
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    with registered("weights", weights):
+        async with await follow("weights", on=["main"]) as policy:
+            await weights.publish({"base": base, "step": torch.ones(1)})
+            await policy.wait(1)
+            found = await recover("weights")
+            return policy.version, found and found.version
+
+
+@operation()
+async def weights_by_a_relay(_: Scene) -> Any:
+    """Of small tensors: it keeps the last version for later followers."""
+    weights = Weights([torch.ones(SMALL)])
+    _, relay = await weights.source("another", "main")
+    with registered("weights", weights):
+        try:
+            async with Follower("weights", "main", None, host="another") as policy:
+                await policy._begin()
+                await weights.publish([torch.zeros(SMALL)])
+                return await policy.wait(1)
+        finally:
+            with contextlib.suppress(ValueError):
+                aiorpc.unregister(relay)
+
+
+@operation()
+async def weights_written_into(_: Scene) -> Any:
+    base = torch.ones(LARGE)
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    with registered("weights", weights):
+        async with await follow("weights") as policy:
+            policy.state["base"][0] = 7
+            await weights.publish({"base": base, "step": torch.ones(1)})
+            await policy.wait(1)
+            return policy.state["base"].sum().item() == LARGE
 
 
 @operation(waits=True)

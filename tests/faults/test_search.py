@@ -22,6 +22,7 @@ ALWAYS = ("cancel", "torch raises", "watching raises", "socket fails", "no memor
 IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
 ON_SOCKETS = {"large result over sockets"}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
+LEFT = {"weights joined and recovered", "weights by a relay", "weights written into"}  # to the rest
 SAMPLE = 20  # steps in `make test` of a case, evenly spread
 STARTING = 5  # the same of a case in which a world starts for each step
 LEAVING = 25  # the same in the rest, of a case on tensor sockets
@@ -30,6 +31,8 @@ DIAGONALS = 4  # all steps of every fourth case are tried in `make test-rest`
 
 def sample_of(position: int, operation: Operation, fault: Fault) -> int:
     """Return how many steps a case has in `make test`; 0 leaves it to the rest."""
+    if operation.name in LEFT:
+        return 0
     is_quick = fault.name in (*ALWAYS, IN_TURN[position % len(IN_TURN)])
     if fault.name == "torch raises":
         is_quick = operation.way == "torch"

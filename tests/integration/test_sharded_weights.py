@@ -28,6 +28,12 @@ LONG = 60.0
 TRAINERS = ["t0", "t1"]
 ACTORS = ["a", "b"]
 SHAPE = (600, 130)  # 300 KiB; no process has as many rows as another one of three
+PLACEMENTS = [
+    pytest.param(Shard(0), id="rows"),
+    pytest.param(Shard(1), id="columns", marks=pytest.mark.slow),
+    pytest.param(Replicate(), id="replicas", marks=pytest.mark.slow),
+]
+HEAD = (1, 64)  # of two shards of its rows one is empty
 kept: dict[str, Any] = {}
 
 
@@ -85,7 +91,8 @@ async def start_following(host: str | None, placements: list[Placement] | None) 
     into: Any = None
     if placements is not None:
         empty = zeros(SHAPE, device_mesh=kept["mesh"], placements=placements)  # asks no other rank
-        kept["into"] = into = {"w": empty}
+        head = zeros(HEAD, device_mesh=kept["mesh"], placements=placements)
+        kept["into"] = into = {"w": empty, "head": head}
     kept["follower"] = follower = Follower("policy", TRAINERS, into, host=host)
     await follower._begin()
     return follower.version
@@ -98,7 +105,9 @@ async def follow_until(version: int) -> tuple[int, dict[str, Any]]:
 
 
 async def local() -> Tensor:
-    """Return the shard of this worker's DTensor."""
+    """Return the shard of this worker's DTensor, once version 6 is in."""
+    head: DTensor = kept["into"]["head"]
+    assert head.to_local().eq(6.0).all()
     found: DTensor = kept["into"]["w"]
     return found.to_local()
 
@@ -118,7 +127,7 @@ async def publish_all(version: int, *placements: Placement) -> None:
 
 
 @pytest.mark.promise("training.shards")
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_shards_of_two_publishers(tmp_path: Path, placement: Placement) -> None:
     """Two followers of another host get whole tensors; each byte travels there once."""
     async with world([*TRAINERS, *ACTORS]), asyncio.timeout(LONG):
@@ -134,14 +143,18 @@ async def test_shards_of_two_publishers(tmp_path: Path, placement: Placement) ->
         for each in ACTORS:
             check(await call(each, follow_until, 6), 6)
         assert 0.9 * value(0).nbytes <= sum([await call(each, sent) for each in TRAINERS])
+        other = Shard(1) if placement == Shard(0) else Shard(0)
+        await publish_all(7, other)  # what each publisher sends is planned anew
+        for each in ACTORS:
+            check(await call(each, follow_until, 7), 7)
         late = await aiorpc.training.follow("policy", on=TRAINERS)
-        check((late.version, late.state), 6)
+        check((late.version, late.state), 7)
         await late.aclose()
         await asyncio.gather(*(call(each, leave_group) for each in TRAINERS))
 
 
 @pytest.mark.promise("training.shards")
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_slices_of_followers(tmp_path: Path, placement: Placement) -> None:
     """The followers have a mesh of their own, each on a host of its own."""
     async with world([*TRAINERS, *ACTORS]), asyncio.timeout(LONG):
@@ -167,7 +180,9 @@ async def test_slices_of_followers(tmp_path: Path, placement: Placement) -> None
 
 async def publish_only(version: int) -> int:
     """Publish a DTensor alone."""
-    given = {"w": distribute_tensor(value(version), kept["mesh"], [Shard(0)])}
+    tensors = {"w": value(version), "head": torch.full(HEAD, float(version))}
+    mesh = kept["mesh"]
+    given = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in tensors.items()}
     if "weights" not in kept:
         kept["weights"] = Counting(given, version=version)
         aiorpc.register("policy", kept["weights"])

@@ -134,6 +134,13 @@ async def test_three_thousand_sleeps_on_two_threads() -> None:
     assert took < 37.5
 
 
+async def test_a_childs_process_has_its_name() -> None:
+    """In `ps -o comm`, which shows 15 bytes."""
+    async with world(["environment_of_17", "b"]):
+        for name, shown in (("environment_of_17", "environment_of_"), ("b", "b")):
+            assert psutil.Process(await call(name, actors.pid)).name() == shown
+
+
 # ── lives ───────────────────────────────────────────────────────────────────────────────────────
 
 

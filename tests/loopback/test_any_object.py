@@ -16,7 +16,18 @@ from torch import nn
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, RRef, call, create, fetch, lookup, members, register, remote
+from aiorpc_torch import (
+    Group,
+    NotInWorld,
+    RRef,
+    call,
+    create,
+    fetch,
+    lookup,
+    members,
+    register,
+    remote,
+)
 from tests.support.kinds_of_objects import MAKERS, Agent, Pair, Shop, amake, is_made, make
 
 
@@ -188,9 +199,10 @@ async def test_rrefs_are_made_in_many_threads() -> None:
 
 
 def test_an_rref_outside_a_world() -> None:
-    """Fails as torch's own does; the next RRef is not affected."""
-    with pytest.raises(RuntimeError):
-        RRef({"a": 1})
+    """Is refused with the remedy; the next RRef is not affected."""
+    for value in ({"a": 1}, torch.ones(1)):
+        with pytest.raises(NotInWorld, match="an RRef is of a world: enter one first"):
+            RRef(value)
     assert isinstance(make("script module"), torch.jit.ScriptModule)
 
 

@@ -625,7 +625,10 @@ async def test_torch_clients_of_every_policy(gated: Any) -> None:
             TypeError,
             "device= requires stack=True or concat=True",
         ),
-        ({"stack": True}, TypeError, "needs max_size="),
+        ({"stack": True}, TypeError, "needs max_size=, or a Fill"),
+        ({"concat": True}, TypeError, "needs max_size=, max_weight= or pad_to=, or a Fill"),
+        ({"concat": True, "max_weight": 0}, ValueError, "max_weight must be above 0"),
+        ({"concat": True, "max_weight": float("inf")}, ValueError, "max_weight must be above 0"),
         ({"max_size": 2, "stack": True, "concat": True}, TypeError, "not both"),
         ({"max_size": 2, "pad_to": (2,)}, TypeError, "pad_to= requires stack=True or concat=True"),
         (

@@ -27,10 +27,10 @@ async def test_a_scope_is_reported_before_an_error_at_its_deadline() -> None:
             """Hold the loop."""
         reader.add(0, RemoteFailure.of(CallTimeout("a nested call"), "b"), 0)
 
-    reader = StreamReader("f", lambda credit: None)
+    reader = StreamReader()
+    reader.connection, reader.source = Elsewhere(), FetchTarget((0, 0))
     with anyio.move_on_after(0.02) as scope:
-        bound = time.monotonic() + 0.02
-        stream = RemoteStream(Elsewhere(), 0, reader, bound, None, FetchTarget(0), False)  # type: ignore[arg-type]
+        stream = RemoteStream(reader, time.monotonic() + 0.02, None)
         asyncio.get_running_loop().call_soon(fail_late)
         await anext(stream)
     assert scope.cancelled_caught

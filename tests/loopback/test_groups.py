@@ -4,7 +4,7 @@ import asyncio
 import copy
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import anyio
@@ -798,6 +798,12 @@ class Queued:
         await self.gate.wait()
         return [self.name for _ in xs]
 
+    @batched(max_size=1, max_pending=1)
+    async def items(self, xs: list[int]) -> AsyncIterator[list[str]]:
+        self.ran += 1
+        await self.gate.wait()
+        yield [self.name for _ in xs]
+
     async def ask(self, other: RRef[Any]) -> str:
         self.ran += 1
         return await remote(other).work(0)
@@ -838,6 +844,28 @@ async def test_any_calls_another_member_if_a_queue_is_full() -> None:
         await remote(Group([full, full]).any()).work(0)
     assert await remote(full).open() == 1
     assert await asyncio.gather(*running) == ["full", "full"]
+
+
+@pytest.mark.promise("any.refused")
+async def test_any_streams_from_another_member_if_a_queue_is_full() -> None:
+    async def read(of: Any) -> list[str]:
+        return [item async for item in remote(of, timeout=SOON).items(0)]
+
+    full, free = RRef(Queued("full")), RRef(Queued("free"))
+    await remote(free).open()
+    running = [asyncio.create_task(read(full))]
+    async with asyncio.timeout(SOON):
+        while full.local_value().ran < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    running.append(asyncio.create_task(read(full)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await read(full)
+    assert [await read(Group([full, free]).any()) for _ in range(4)] == [["free"]] * 4
+    with pytest.raises(QueueFull):
+        await read(Group([full, full]).any())
+    assert await remote(full).open() == 1
+    assert await asyncio.gather(*running) == [["full"]] * 2
 
 
 @pytest.mark.promise("any.refused")

@@ -16,11 +16,11 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, Round, RRef, batched, remote
 from aiorpc_torch._aio.segments import SegmentName
 from aiorpc_torch._carrier import socket_threads, tensor_sockets, transfers
+from aiorpc_torch._client.pending import expire
 from tests.support.segment_files import mapped_segments, open_segments
 
 from .test_tensor_sockets import LARGE, SOON, Line, Shelf, is_at_rest, line, small, until
 from .test_tensor_sockets_internals import (
-    TARGET,
     end_calls,
     far,
     memory_in_use,
@@ -200,7 +200,7 @@ async def test_receivers_of_a_broadcast_that_end_while_it_is_sent(
     await line.is_held()
     for call, number in zip(calls[:ended], [*own_connection()._pending], strict=False):
         if is_late:
-            own_connection().expire(number, 0.05, TARGET)
+            expire(own_connection()._pending[number], 0.05)
         else:
             call.cancel()
     await asyncio.wait(calls[:ended])

@@ -32,7 +32,7 @@ async def test_a_member_that_is_lost_after_the_end_of_a_map() -> None:
     results: Any = members(NAME).map(Env.stay, [0])
     step = asyncio.create_task(anext(results))
     await until(lambda: env.items)
-    results._run._end(NotInWorld("this worker has left its world"))
+    results._run._fail(NotInWorld("this worker has left its world"))
     drop_connection("main", WorkerLost("main", "died"))
     async with asyncio.timeout(SOON):
         with pytest.raises(NotInWorld, match="has left its world"):

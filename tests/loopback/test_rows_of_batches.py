@@ -97,7 +97,7 @@ async def test_rows_are_joined_and_cut(gated: Any, device: str | None, array: bo
 @pytest.mark.promise("batching.joined_weight")
 async def test_rows_weigh(gated: Any) -> None:
     """A batch is the longest start of the queue that fits; a heavier call goes alone."""
-    made, far = gated(max_size=64, max_weight=8, concat=True, answer=lambda x: x)
+    made, far = gated(max_weight=8, concat=True, answer=lambda x: x)  # max_size is 8, too
     made.gate.clear()
     calls = asks(far, *map(rows, (1, 3, 5, 3, 0, 20, 1)))
     await arrived(far)
@@ -280,3 +280,10 @@ async def test_gradients_of_rows_are_their_callers() -> None:
     assert layer.sizes == {16}
     assert (await remote(aiorpc.RRef(layer)).infer(rows(1))).shape == (1, 3)
     assert layer.sizes == {4, 16}
+
+
+async def test_as_many_calls_as_rows(gated: Any) -> None:
+    """Where rows are bounded, `max_size` may be left out."""
+    made, far = gated(stack=True, pad_to=(1, 3), answer=lambda x: x)
+    await settled(*asks(far, *(torch.ones(1) for _ in range(4))))
+    assert lengths(made) == [3, 1]

@@ -17,6 +17,7 @@ from aiorpc_torch._carrier import socket_threads, tensor_sockets
 from aiorpc_torch._carrier.memory import ReceiveMemory, receive_memory_of
 from aiorpc_torch._carrier.transfers import CHUNK, HEADER
 from aiorpc_torch._client import connection, pool
+from aiorpc_torch._client.pending import expire
 from aiorpc_torch._wire.frames import TRANSFERRED, TRANSFERS
 from aiorpc_torch._wire.handshake import ARGUMENTS
 from aiorpc_torch._wire.targets import MethodTarget
@@ -141,12 +142,12 @@ async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_la
     """Its tensor and the memory for it are freed; a late one is known not to have run."""
     x = torch.ones(4 * LARGE)
     freed = weakref.ref(x.untyped_storage())
-    number = own_connection()._calls
     call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
     del x
     await line.is_held()
     if is_late:
-        own_connection().expire(number, 0.05, own_connection()._pending[number].source)
+        (pending,) = own_connection()._pending.values()
+        expire(pending, 0.05)
     else:
         call.cancel()
     outcome = (await asyncio.gather(call, return_exceptions=True))[0]
@@ -242,8 +243,8 @@ def end_calls(running: "asyncio.Future[Any]", *, is_late: bool) -> None:
     if not is_late:
         running.cancel()
         return
-    for number in [*own_connection()._pending]:
-        own_connection().expire(number, 0.05, TARGET)
+    for pending in [*own_connection()._pending.values()]:
+        expire(pending, 0.05)
 
 
 async def drained(items: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, WorkerLost, register, remote, timeout
-from aiorpc_torch.training import Follower, Weights, follow, snapshots
+from aiorpc_torch.training import Follower, Weights, follow, recover, snapshots
 from aiorpc_torch.training.relays import Version
 from tests.support.copies_inside import count_copies
 from tests.support.followers import Net
@@ -217,6 +217,116 @@ async def test_tensors_that_have_not_changed(following: Following) -> None:
     assert torch.equal(into["base"], base)
 
 
+WRITES: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], object]]] = {
+    "one element": (torch.float32, lambda x: x.data[7:8].fill_(-1.0)),
+    "signs of float64": (torch.float64, torch.Tensor.neg_),
+    "conjugates": (torch.complex128, torch.Tensor.conj_physical_),
+    "zeros": (torch.float64, torch.Tensor.zero_),
+    "two swapped": (torch.float32, lambda x: x.copy_(x.flip(0))),
+}
+
+
+@pytest.mark.promise("training.unchanged")
+@pytest.mark.parametrize("on", ["main", ["main"]], ids=["one publisher", "joined"])
+@pytest.mark.parametrize("way", WRITES)
+async def test_writes_into_what_is_not_sent_again(
+    world: aiorpc.types.Worker, way: str, on: Any
+) -> None:
+    """Before the next version is published, and while it waits to be put in."""
+    dtype, write = WRITES[way]
+    base = torch.full((40_000,), 2.0, dtype=dtype)
+    base.real[1::2] = -1.0
+    if dtype.is_complex:
+        base.imag[:] = 3.0
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    register("policy", weights)
+    async with await follow("policy", on=on) as policy:
+        for version in (1, 2, 3):
+            if version != 2:
+                write(policy.state["base"])
+            await weights.publish({"base": base, "step": torch.ones(1)})
+            await until(lambda wanted=version: policy._receiver.version == wanted)
+            if version == 2:
+                write(policy.state["base"])
+            assert await policy.wait(version) == version
+            assert torch.equal(policy.state["base"], base), version
+
+
+@pytest.mark.promise("training.unchanged", "training.whole")
+async def test_writes_inside_of_a_hold_that_is_waited_for(following: Following) -> None:
+    base = torch.ones(100_000)
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    register("policy", weights)
+    policy = await following()
+    waiting = asyncio.create_task(policy.wait(1))
+    await asyncio.sleep(0)
+    async with policy.hold():
+        await weights.publish({"base": base, "step": torch.ones(1)})
+        await until(lambda: policy._receiver.version == 1)
+        await until(lambda: policy._holds._is_writing)
+        policy.state["base"].add_(1)
+    assert await waiting == 1
+    assert torch.equal(policy.state["base"], base)
+
+
+async def test_a_learner_that_cannot_send_a_version_again(following: Following) -> None:
+    """The version that is in stays, and waits go on with the next one of the next learner."""
+    base = torch.ones(100_000)
+    weights = Weights({"base": base, "step": torch.zeros(1)})
+    register("policy", weights)
+    policy = await following()
+    await weights.publish({"base": base, "step": torch.ones(1)})
+    await until(lambda: policy._receiver.version == 1)
+    policy.state["base"].add_(1)
+    aiorpc.unregister("policy")
+    other = Weights({"base": base, "step": torch.ones(1)})
+    register("policy", other)
+    await policy._receiver._find()
+    assert await policy.update() == 0
+    waiting = asyncio.create_task(policy.wait(1))
+    await until(lambda: aiorpc.observe.stats().in_flight > 0)
+    await other.publish({"base": base, "step": torch.ones(1)})
+    await policy._receiver._receive(1)
+    assert await waiting == 2
+    assert torch.equal(policy.state["base"], base)
+
+
+async def test_a_follower_that_polls_survives_what_fails(
+    following: Following, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, got = published(), list[float]()
+
+    def put_in(tree: Any) -> None:
+        got.append(float(tree["layers.0.bias"][0]))
+        if got[-1] == 1.0:
+            raise OSError("no space left")
+
+    await following(into=put_in, poll=0.001)
+    for version in (1, 2):
+        await publish(weights)
+        await until(lambda wanted=float(version): got[-1] == wanted)
+    (record,) = caplog.records
+    assert "version 1 of 'policy' was not put in; the next one is awaited" in record.getMessage()
+    caplog.clear()
+
+
+@pytest.mark.promise("training.recover")
+async def test_what_a_follower_has_written_into_is_not_recovered(following: Following) -> None:
+    """As long as another one has it: an actor's batch norm, in train mode, say."""
+    weights = published(1.0)
+    net = Net()
+    await following(into=net)
+    net.fill(7.0)
+    found = await recover("policy")
+    assert found is not None
+    assert found.tree["layers.0.bias"][0] == 7.0  # better than nothing; the log says so
+    await following()
+    found = await recover("policy")
+    assert found is not None
+    assert found.tree["layers.0.bias"][0] == 1.0
+    assert weights.version == 0
+
+
 @pytest.mark.promise("training.deadlines")
 async def test_deadlines(following: Following) -> None:
     published()
@@ -277,11 +387,22 @@ async def test_a_version_of_other_shapes_is_not_published(following: Following) 
 
 
 async def test_what_is_no_tree_no_place_and_no_publisher(following: Following) -> None:
-    with pytest.raises(TypeError, match=r"such as `model.state_dict\(\)`, got Net"):
-        Weights(Net())
+    optimizer = torch.optim.SGD(Net().parameters())
+    for tree, what in (
+        (Net(), "Net"),
+        (optimizer, "SGD"),
+        (Net().parameters(), "generator"),
+        ({"model": {"parts": [Net()]}}, r"Net at \['model'\]\['parts'\]\[0\]"),
+    ):
+        with pytest.raises(TypeError, match=rf"such as `model.state_dict\(\)`; got {what}$"):
+            Weights(tree)
     weights = published()
     with pytest.raises(TypeError, match="got Net"):
         await weights.publish(Net())
+    register("all", Weights({"model": Net().state_dict(), "step": 1}))
+    remedy = r"step; for a part, into=lambda tree: model.load_state_dict\(tree\['model'\]\)"
+    with pytest.raises(ValueError, match=remedy):
+        await follow("all", into=Net())
     assert weights.version == 0
     with pytest.raises(TypeError, match="into must be a module, a dict of tensors or a function"):
         await following(into=[])

@@ -375,6 +375,50 @@ async def test_an_interface_that_is_down_for_long(machines: tuple[Machine, Machi
 
 
 @pytest.mark.slow
+@pytest.mark.promise("worlds.address")
+async def test_a_host_that_keeps_another_address(machines: tuple[Machine, Machine]) -> None:
+    """Calls to it end in time, those from it work, and a replacement process there is called."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(rank: int) -> Node:
+            arguments = json.dumps({"init_method": WHERE, "interface": LINK})
+            words = [str(HERE / "network_scenarios.py"), "moves", str(rank), arguments]
+            return await stack.enter_async_context(running(machines[rank], *words))
+
+        nodes = [await start(rank) for rank in (0, 1)]
+        for node, address in zip(nodes, ADDRESSES, strict=True):
+            assert await node.hears("ready") == [0, [address]]
+        await nodes[0].hears("waiting")
+        machines[1].loses(f"{ADDRESSES[1]}/24")
+        machines[1].gets(f"{ANOTHER}/24")
+        await check_not_reached(nodes[0], "WorkerLost", HEARTBEAT)
+        await check_not_reached(nodes[0], "WorkerLost", HEARTBEAT)
+        nodes[1].tell()
+        _, value, _ = await nodes[1].hears("called")
+        assert value.isdigit(), value
+        nodes[0].tell()  # its call finds a living peer, and nothing at the old address
+        await check_not_reached(nodes[0], "WorkerUnreachable", 2 * HEARTBEAT)
+        await nodes[1].close()
+        nodes[1] = await start(1)
+        assert await nodes[1].hears("ready") == [1, [ANOTHER]]
+        nodes[0].tell()
+        assert await nodes[0].hears("called") is True
+        nodes[1].tell()
+        assert (await nodes[1].hears("called"))[1].isdigit()
+        await check_left(nodes)
+
+
+ANOTHER = "10.93.7.3"
+
+
+async def check_not_reached(node: Node, kind: str, within: float) -> None:
+    name, outcome, seconds = await node.hears("ended")
+    print(f"{name}: {outcome} after {seconds:.2f} s")
+    assert outcome.startswith(kind), outcome
+    assert seconds < within + SLACK
+
+
+@pytest.mark.slow
 @pytest.mark.promise("worlds.path")
 async def test_a_path_that_carries_nothing() -> None:
     """A router forgets one connection: calls on it end in time, the next ones work, and no worker

@@ -83,6 +83,9 @@ class Machine:
         self.ip("address", "add", address, "dev", interface, *at_once)
         self.ip("link", "set", interface, "up")
 
+    def loses(self, address: str) -> None:
+        self.ip("address", "del", address, "dev", LINK)
+
     def unplug(self) -> None:
         self.ip("link", "set", LINK, "down")
 

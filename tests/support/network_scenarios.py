@@ -30,7 +30,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, create, remote
 from aiorpc_torch._carrier import socket_threads
 from aiorpc_torch._carrier.tensor_sockets import TensorSockets
-from aiorpc_torch._client import pool
+from aiorpc_torch._client import introduction, pool
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._torch.transport import ping, wrap_future
 from aiorpc_torch.testing import Gate
@@ -168,6 +168,38 @@ async def _work(peer: str) -> None:
     tell("torch", time.monotonic() - start)
     tell("counted", [tries, await remote(counter).aadd(0)])
     tell("cancelled", [await remote(gate).cancelled(2), await remote(streams).closed()])
+
+
+async def moves(rank: int, **world: Any) -> None:
+    """A call to a worker whose host gets another address, calls from there, and its replacement."""
+    introduction.DIAL_TIMEOUT = 1.0  # seconds
+    options: Any = {"rank": rank, "world_size": 2, "heartbeat": HEARTBEAT, **world}
+    async with aiorpc.worker(**options) as me:
+        (peer,) = me.peers
+        tell("ready", [me.restarts, listening()])
+        if rank:
+            await aiorpc.call(peer, os.getpid)  # introduces it, by torch RPC
+            await told()  # its host has the other address, and it is lost
+            tell("called", await outcome("call", aiorpc.call(peer, os.getpid)))
+        else:
+            await _call_moved(peer)
+        await told()
+    tell("left")
+
+
+async def _call_moved(peer: str) -> None:
+    gate = await create(peer, Gate)
+    waiting = asyncio.ensure_future(outcome("call", remote(gate).passed()))
+    await remote(gate).entered(1)
+    tell("waiting")
+    for call in (waiting, outcome("new call", remote(gate).passed())):
+        tell("ended", await call)
+    await told()  # calls from there have worked
+    tell("ended", await outcome("new call", remote(gate).passed()))
+    await told()  # the replacement process is in
+    counter = await create(peer, actors.Counter, 1)
+    large = torch.arange(250_000.0)
+    tell("called", torch.equal(await remote(counter).scale(large), large))
 
 
 PATH_HEARTBEAT = 2.0

@@ -27,6 +27,7 @@ from aiorpc_torch._wire.frames import (
     SHARED,
     SLOT,
     TRANSFERRED,
+    WHERE,
     FrameReader,
     frame,
 )
@@ -138,6 +139,7 @@ NAMES = {
     CLOSE: "close",
     SHARED: "shared",
     TRANSFERRED: "transferred",
+    WHERE: "where",
 }
 
 

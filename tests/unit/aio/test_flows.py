@@ -1,7 +1,6 @@
 """The path of a TCP connection, as the kernel knows it."""
 
 import contextlib
-import ctypes
 import socket
 import struct
 import sys
@@ -14,11 +13,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._aio.flows import Flow, FlowInfo, read_flow
+from tests.support.dropped_packets import drop_incoming
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells of paths")
-
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # of classic BPF: return 0 bytes
 
 
 @pytest.fixture
@@ -28,14 +25,6 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         theirs, _ = listening.accept()
     with ours, theirs:
         yield ours, theirs
-
-
-def drop_incoming(sock: socket.socket) -> None:
-    """Let the kernel drop all that comes for a socket: nothing acknowledges it."""
-    program = ctypes.create_string_buffer(_DROP_ALL)
-    sock.setsockopt(
-        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
-    )
 
 
 def silence_of(flow: Flow, sock: socket.socket) -> float:

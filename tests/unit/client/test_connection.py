@@ -11,6 +11,7 @@ import torch
 from aiorpc_torch._aio.tasks import InlineFuture
 from aiorpc_torch._client import connection, sender
 from aiorpc_torch._client.connection import Connection
+from aiorpc_torch._client.pending import cancel, expire
 from aiorpc_torch._client.stream_reader import StreamReader
 from aiorpc_torch._peers.peers import Peer, State
 from aiorpc_torch._torch.agent import PeerInfo
@@ -112,10 +113,12 @@ class Pair:
             return kind, await self.reader.readexactly(length)
 
     def call(self, *args: Any) -> tuple[int, InlineFuture]:
-        return self.connection.call(TARGET, (args, {}), None)
+        future = self.connection.call(TARGET, (args, {}), None)
+        return future.number, future
 
     def stream(self) -> tuple[int, StreamReader]:
-        return self.connection.stream(TARGET, ((), {}), None)
+        reader = self.connection.stream(TARGET, ((), {}), None)
+        return reader.number, reader
 
 
 async def error_of(future: InlineFuture) -> BaseException:
@@ -234,9 +237,9 @@ async def test_a_held_result_that_comes_too_late_is_released(pair: Pair, key: st
 async def test_a_call_that_expires(pair: Pair) -> None:
     """Its error names worker and method, and the callee is told."""
     await pair.connect()
-    number, future = pair.call(1)
+    _, future = pair.call(1)
     await pair.frame()
-    pair.connection.expire(number, 0.25, TARGET)
+    expire(future, 0.25)
     error = await error_of(future)
     assert isinstance(error, CallTimeout)
     assert (error.worker, error.method) == ("peer", "method")
@@ -387,9 +390,9 @@ async def test_calls_that_were_not_sent_go_over_the_next_connection(far: FarPair
     assert (await far.frame())[0] == CALLS
     far.connection.pause_writing()  # as a full socket does
     futures = [far.call("unsent")[1]]
-    stream, items = far.stream()
-    cancelled, _ = far.call("cancelled")
-    late, expired = far.call("late")
+    _, items = far.stream()
+    _, cancelled = far.call("cancelled")
+    _, expired = far.call("late")
     assert far.connection.waiting == 5
     await far.cut()
     assert not far.connection.is_finished
@@ -399,8 +402,8 @@ async def test_calls_that_were_not_sent_go_over_the_next_connection(far: FarPair
     error = await error_of(sent)
     assert isinstance(error, WorkerUnreachable)
     assert (sent.answer.was_sent, error.may_have_run, error.may_return) == (True, True, True)
-    far.connection.cancel(cancelled)
-    far.connection.expire(late, 1.0, TARGET)
+    cancel(cancelled)
+    expire(expired, 1.0)
     error = await error_of(expired)
     assert isinstance(error, CallTimeout)
     _, data = await next_one.frame()
@@ -413,7 +416,7 @@ async def test_calls_that_were_not_sent_go_over_the_next_connection(far: FarPair
     kind, data = await next_one.frame()
     assert kind == CONTROL
     assert dump(([2, 3], [])) == data
-    far.connection.cancel(stream)
+    cancel(items)
     kind, data = await next_one.frame()
     assert (kind, data) == (CONTROL, dump(([1], [])))
     assert next_one.connection.waiting == 0

@@ -49,7 +49,7 @@ async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
 
     observed = Observed()
     connection = Connection(CREDENTIALS.caller, Peer(PeerInfo("peer", 1, 3, "")), 1, observed)
-    _, future = connection.call(TARGET, ((), {}), None)
+    future = connection.call(TARGET, ((), {}), None)
     name = f"aiorpc-test-{secrets.token_hex(8)}"
     server = await asyncio.start_unix_server(answer, path=f"\0{name}")
     async with asyncio.timeout(SOON):

@@ -11,6 +11,7 @@ from aiorpc_torch._wire.columns import STREAM_END, HeldResult
 from aiorpc_torch._wire.connection_state import BYTES_PER_CREDIT, INITIAL_CREDIT, credit_cost
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.pickling import CallAborted
+from aiorpc_torch._wire.targets import FetchTarget
 from aiorpc_torch.errors import WorkerLost
 
 FAILURE = RemoteFailure.of(ValueError("of the generator"), "there")
@@ -22,7 +23,12 @@ class Consumer:
 
     def __init__(self) -> None:
         self.granted: list[int] = []
-        self.reader = StreamReader("f", self.granted.append)
+        self.reader = StreamReader()
+        self.reader.connection, self.reader.source = self, FetchTarget((0, 0))
+
+    def grant(self, _: int, credit: int) -> None:
+        """Note credit, as a connection sends it."""
+        self.granted.append(credit)
 
     def take(self) -> Any:
         """Return the next item; raise AssertionError if there is none yet."""
@@ -288,17 +294,6 @@ async def test_an_item_wakes_its_waiter() -> None:
         consumer.reader.fill(item, value)
     assert await task == "b"
     assert await consumer.reader.next() == "c"
-
-
-async def test_it_says_whether_somebody_waits() -> None:
-    """A reader is awaited from the first step of `next` until that has its item."""
-    consumer = Consumer()
-    assert not consumer.reader.is_awaited()
-    task = await waiting(consumer)
-    assert consumer.reader.is_awaited()
-    consumer.reader.add("a", 1)
-    assert await task == "a"
-    assert not consumer.reader.is_awaited()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Values that several swap: one wins, and whoever dies or freezes with the lock hinders nobody."""
 
+import contextlib
 import fcntl
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from torch.distributed import TCPStore
 from aiorpc_torch._directory import shared_values
 from aiorpc_torch._directory.shared_values import FileValue, SharedValue, StoreValue
 from aiorpc_torch._torch.store import NoStoreError, StoreClient
+from tests.support.dropped_packets import drop_incoming
 
 
 class Place:
@@ -201,6 +204,31 @@ def test_a_store_that_ends() -> None:
     assert len(connections) == 2
     for each in connections:
         each.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells of paths")
+@pytest.mark.promise("worlds.cut")
+def test_a_store_beyond_a_cut() -> None:
+    """Its connection would work again long after the link: the next call connects again."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+
+        def connect() -> StoreClient:
+            ours = socket.create_connection(listening.getsockname(), 0.1)
+            accepted.append(stack.enter_context(listening.accept()[0]))
+            return StoreClient(ours)
+
+        accepted: list[socket.socket] = []
+        value = StoreValue("key", connect)
+        for _ in range(2):  # the process does not answer, and its kernel acknowledges
+            with pytest.raises(TimeoutError):
+                value.read()
+        drop_incoming(accepted[0])
+        assert len(accepted) == 1
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                value.swap(None, b"a")
+        assert len(accepted) == 2
+        value.close()
 
 
 def test_an_answer_that_comes_late() -> None:

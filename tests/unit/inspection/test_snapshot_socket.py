@@ -67,6 +67,24 @@ async def test_a_snapshot() -> None:
         await calling
 
 
+@pytest.mark.promise("standing.top")
+async def test_where_its_calls_stand() -> None:
+    """With detail. Nothing is asked while the event loop is blocked."""
+    async with two_ends() as ends:
+        with offered(ends.near, "unix://abc"):
+            [name] = [each for each in listening() if each.endswith("-near")]
+            assert (await asyncio.to_thread(ask, name, b"detail\n"))["where"] == []
+            calling = asyncio.ensure_future(call("far", gated, 1))
+            await ends.gate.wait_for()
+            [line] = (await asyncio.to_thread(ask, name, b"detail\n"))["where"]
+            assert line.startswith("gated on worker 'far', ")
+            assert "in gated" in line
+            time.sleep(snapshot.BLOCKED)  # noqa: ASYNC251 - so that the loop counts as blocked
+            assert ask(name, b"detail\n")["where"] == []
+            ends.gate.open()
+            await calling
+
+
 @pytest.mark.promise("top.nothing")
 async def test_durations_are_measured_from_the_first_look() -> None:
     async with watched_ends() as (ends, name, _):

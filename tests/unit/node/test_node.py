@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -412,6 +413,26 @@ async def test_no_error_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
             async with asyncio.timeout(SOON):
                 await running
         assert len(raised) > 2
+
+
+class Failed:
+    """The answer to a ping that torch could not send."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection timed out")
+
+
+@pytest.mark.promise("worlds.cut")
+async def test_a_ping_that_fails_after_the_peer_was_heard() -> None:
+    """It was sent while a link was cut: torch tells of it when the link has long been whole."""
+    async with two_ends() as ends:
+        peer, membership = ends.near.members.peers["far"], ends.near.membership
+        peer.last_heard = time.monotonic()
+        answer: Any = Failed()
+        membership._on_answer(peer, peer.last_heard - 1.0, answer)
+        assert not peer.is_lost
+        membership._on_answer(peer, peer.last_heard + 1.0, answer)
+        assert peer.is_lost
 
 
 async def test_waits_are_looked_at_when_a_state_has_changed(

@@ -113,6 +113,7 @@ def test_the_keys() -> None:
     assert Screen().handle("\r", [])  # an empty table
 
 
+@pytest.mark.promise("standing.top")
 def test_one_worker() -> None:
     """Its methods, batches, waits, and its oldest calls with their stacks."""
     stack = ["/home/me/policy.py:12 in Policy.act"]
@@ -131,10 +132,13 @@ def test_one_worker() -> None:
     )
     call = {"method": "Policy.act", "worker": "main", "age": 3.3, "stack": ["in act"]}
     screen = Screen(opened=found.rows()[0].key)
-    text = "\n".join(shown(found, screen, calls=[call], threads={"aiorpc-def-0": ["in f"]}))
+    text = "\n".join(
+        shown(found, screen, calls=[call], threads={"aiorpc-def-0": ["in f"]}, where=["f at x"])
+    )
     for part in (
         *("w  rank 1  pid 7  blocked", "policy.py:12 in Policy.act", "act  9 calls", "p50 "),
         *("Model.infer  60 batches/s of 8  7 calls wait", "waits for ps: 3 calls"),
         *("Policy.act of main for 3.3s", "in act", "thread aiorpc-def-0:", "in f"),
+        *("where its calls stand:", "  f at x"),
     ):
         assert part in text

@@ -134,3 +134,27 @@ async def test_a_writer_behind_another_has_its_own_deadline() -> None:
         assert holds._is_writing
     await first
     assert log == ["written"]
+
+
+async def test_who_is_out_of_patience_does_not_enter_as_the_value_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    holds, log, started = Holds(), list[str](), threading.Event()
+
+    def read() -> None:
+        started.set()
+        with holds.in_thread():
+            log.append("read")
+
+    async with holds.writing():
+        with holds.placing() as is_free:
+            assert is_free
+            reader = threading.Thread(target=read)
+            reader.start()
+            started.wait()
+            reader.join(0.05)
+            log.append("replaced")
+        await asyncio.to_thread(reader.join)
+    assert log == ["replaced", "read"]
+    assert holds.entries == 1

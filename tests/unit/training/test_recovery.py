@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch.training.recovery import Answer, Candidates
+from aiorpc_torch.training.recovery import Answer, in_order
 
 answers = st.dictionaries(
-    st.integers(0, 9), st.builds(Answer, st.integers(-1, 5), st.booleans()), max_size=10
+    st.integers(0, 9), st.builds(Answer, st.booleans(), st.integers(-1, 5), st.booleans())
 )
 
 
@@ -16,21 +16,13 @@ def test_the_newest_that_answers(
     told: dict[int, Answer], lost: set[int], newer: dict[int, int]
 ) -> None:
     """As `recover` asks: some are lost as they answer, some have received a newer one since."""
-    candidates, best, asked = Candidates(told), -1, list[int]()
-    while (holder := candidates.next(best)) is not None:
-        asked.append(holder)
-        if holder not in lost:
-            best = max(best, told[holder].version + newer.get(holder, 0))
-    assert best >= max((told[each].version for each in told if each not in lost), default=-1)
-    assert asked == sorted(asked, key=told.__getitem__, reverse=True)
-    assert len({*asked}) == len(asked)
-    found = [each for each in asked if each not in lost]
-    assert len(found) == (best >= 0) or not newer  # no version travels in vain
-    assert all(told[each].version >= 0 for each in asked)
-
-
-def test_the_nearest_of_equal_ones() -> None:
-    candidates = Candidates({"far": Answer(3, False), "near": Answer(3, True)})
-    assert candidates.next(-1) == "near"
-    assert candidates.next(3) is None
-    assert candidates.next(2) == "far"
+    found = next((each for each in in_order(told) if each not in lost), None)
+    living = [each for each in told if each not in lost and told[each].version >= 0]
+    assert (found is None) == (not living)
+    if found is not None:
+        intact = [told[each].version for each in living if told[each].is_intact]
+        assert told[found].is_intact == bool(intact)
+        newest = max(intact or [told[each].version for each in living])
+        assert told[found].version + newer.get(found, 0) >= newest
+        near = [each for each in living if told[each] > told[found]]
+        assert not near

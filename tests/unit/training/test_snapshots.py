@@ -63,6 +63,14 @@ def test_tensors_that_share_their_memory_share_it_in_the_snapshot() -> None:
     assert found["b"][0] == 5
 
 
+def test_a_conjugate_beside_its_tensor() -> None:
+    """They share their memory, and not their values."""
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    tree = {"x": x, "conj": x.conj(), "imag": x.imag, "negated": x.conj().imag}
+    found = snapshot(tree).load()
+    assert all(torch.equal(found[name], value) for name, value in tree.items())
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -11,7 +11,7 @@ from aiorpc_torch._wire.frames import (
     HEADER,
     MAX_FRAME,
     RESULTS,
-    TRANSFERRED,
+    WHERE,
     FrameReader,
     ProtocolError,
     frame,
@@ -20,7 +20,7 @@ from aiorpc_torch.errors import RpcError
 
 Frame = tuple[int, bytes]
 
-KINDS = range(CALLS, TRANSFERRED + 1)
+KINDS = range(CALLS, WHERE + 1)
 IDLE = 1 << 16  # bytes of the buffer while no frame is larger
 
 small = st.binary(max_size=50)
@@ -153,7 +153,7 @@ def test_no_more_memory_than_one_frame_needs(length: int, kind: int, sent: list[
 
 
 @pytest.mark.promise("security.long")
-@pytest.mark.parametrize("kind", [0, TRANSFERRED + 1, 255])
+@pytest.mark.parametrize("kind", [0, WHERE + 1, 255])
 def test_an_unknown_kind(kind: int) -> None:
     """It is refused before its data has come, and before memory is reserved."""
     reader = FrameReader()

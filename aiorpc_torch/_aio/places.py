@@ -1,0 +1,188 @@
+"""Lines at which tasks and threads stand, and the futures that tasks wait for.
+
+Nothing here runs but for a question: a suspended coroutine keeps its frames, and the interpreter
+those of threads. Values of variables are read from frames of this library and of asyncio alone.
+"""
+
+import asyncio
+import dis
+import gc
+import inspect
+import sys
+from asyncio import locks, taskgroups, tasks
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from typing import Any, NamedTuple
+
+from .loop_lag import is_of_user, outwards
+from .tasks import StepContext, warn_if_blocking
+
+MOST_LINES = 6
+MOST_TASKS = 64  # that one task is followed to
+
+_LIBRARY = str(Path(__file__).parents[1])
+_ASYNCIO = str(Path(asyncio.__file__).parent)
+_LOCKS = locks.__file__
+_NAMES: dict[type, tuple[str, str]] = {
+    CoroutineType: ("cr_frame", "cr_await"),
+    GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    AsyncGeneratorType: ("ag_frame", "ag_await"),
+}
+
+
+class Line(NamedTuple):
+    """A line of code: the function, its file and the number of the line."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Chain(NamedTuple):
+    """A suspended task: its frames, outermost first, and the future that it waits for."""
+
+    task: "asyncio.Task[Any]"
+    awaited: Sequence[Any]
+    """The coroutines and generators of the frames."""
+    frames: Sequence[FrameType]
+    future: Any
+
+
+def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
+    """Yield a coroutine and what it awaits with their frames, the outermost first."""
+    while awaited is not None:
+        if isinstance(awaited, StepContext):
+            awaited = awaited.coroutine
+        elif hasattr(type(awaited), "_steps"):  # a call that was made a task
+            awaited = awaited._steps
+        if (names := _NAMES.get(type(awaited))) is None:
+            if isinstance(awaited, asyncio.Future):
+                return
+            # A step of an asynchronous generator refers to the generator.
+            inside = (each for each in gc.get_referents(awaited) if inspect.isasyncgen(each))
+            if (awaited := next(inside, None)) is None:
+                return
+            names = _NAMES[AsyncGeneratorType]
+        frame = getattr(awaited, names[0])
+        if frame is None:
+            return
+        yield awaited, frame
+        if frame.f_code is warn_if_blocking.__code__:  # it drives its coroutine by itself
+            awaited = frame.f_locals.get("coroutine")
+        else:
+            awaited = getattr(awaited, names[1])
+
+
+def chains_of(task: "asyncio.Task[Any]") -> list[Chain]:
+    """Return how a task stands, and the tasks that it waits for. On their event loop."""
+    found: dict[asyncio.Task[Any], Chain] = {}
+    todo = [task]
+    while todo and len(found) < MOST_TASKS:
+        each = todo.pop(0)
+        if each in found or each.done():
+            continue
+        pairs = [*awaited_by(each.get_coro())]
+        frames, future = [frame for _, frame in pairs], getattr(each, "_fut_waiter", None)
+        found[each] = Chain(each, [one for one, _ in pairs], frames, future)
+        todo += _awaited_tasks(frames, future)
+    return [*found.values()]
+
+
+def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Task[Any]]":
+    """Return the tasks that a future stands for: one, those of `gather`, `wait` or a group."""
+    found: Iterable[Any] = (future,)
+    if (children := getattr(future, "_children", None)) is not None:  # of `gather`
+        found = children
+    elif frames and (code := frames[-1].f_code).co_filename == tasks.__file__:
+        names = frames[-1].f_locals
+        found = names.get("fs") or (names.get("fut"),) if "wait" in code.co_name else found
+    elif frames and code.co_filename == taskgroups.__file__:
+        found = getattr(frames[-1].f_locals.get("self"), "_tasks", ())
+    return [each for each in found if isinstance(each, asyncio.Task)]
+
+
+def lines_of(frames: Sequence[FrameType]) -> tuple[list[Line], str]:
+    """Return the lines of users' code in frames, outermost first, and the function inside of them.
+
+    Of many lines the first and the last ones. The function is one of Python that the last line has
+    called, "" if there is none.
+    """
+    own = [at for at, each in enumerate(frames) if is_of_user(each.f_code.co_filename)]
+    lines = [_line(frames[at]) for at in own]
+    inside = (each for each in frames[own[-1] + 1 if own else 0 :] if _is_told(each))
+    name = next((_name(each) for each in inside), "")
+    return [*lines[:1], *lines[1:][-MOST_LINES + 1 :]], name
+
+
+def lines_of_loop(thread: int) -> list[Line]:
+    """Return the lines at which the thread of an event loop stands, none if it waits for events."""
+    frames = [*outwards(sys._current_frames().get(thread))][::-1]
+    driven = (at for at, each in enumerate(frames) if _drives(each))
+    return lines_of(frames[max(driven, default=-1) + 1 :])[0]
+
+
+def _drives(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code is warn_if_blocking.__code__ or code.co_filename.startswith(_ASYNCIO)
+
+
+def _is_told(frame: FrameType) -> bool:
+    """Return whether a frame is of a function of Python that users know."""
+    code = frame.f_code
+    return not code.co_filename.startswith(_LIBRARY) and not code.co_name.startswith("_")
+
+
+def _line(frame: FrameType) -> Line:
+    return Line(_name(frame), frame.f_code.co_filename, frame.f_lineno or 0)
+
+
+def _name(frame: FrameType) -> str:
+    return frame.f_code.co_qualname
+
+
+# ── locks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def awaited_lock(chain: Chain) -> Any:
+    """Return the lock or semaphore of asyncio that a task waits for, None if it waits for none."""
+    frame = chain.frames[-1] if chain.frames else None
+    if frame is None or frame.f_code.co_filename != _LOCKS or frame.f_code.co_name != "acquire":
+        return None
+    return frame.f_locals.get("self")
+
+
+def holds_lock(chain: Chain, lock: Any) -> bool:
+    """Return whether a task is inside of `async with lock`. False if it has called `acquire`."""
+    if awaited_lock(chain) is lock:
+        return False
+    return any(_exits(each, lock) for each in chain.awaited)
+
+
+def _exits(awaited: Any, lock: Any) -> bool:
+    # The block keeps `lock.__aexit__` on the stack of its frame, from CPython 3.14 on in two parts.
+    found = gc.get_referents(awaited)
+    exits = [each for each in found if getattr(each, "__name__", "") == "__aexit__"]
+    return any(getattr(each, "__self__", None) is lock for each in exits) or (
+        bool(exits) and any(each is lock for each in found)
+    )
+
+
+def is_at_lock(frame: FrameType) -> bool:
+    """Return whether the innermost frame of a thread waits in `with lock` or `lock.acquire()`.
+
+    False in code of Python, as in `Event.wait`, whose locks are no locks of the program.
+    """
+    if not is_of_user(frame.f_code.co_filename):
+        return False
+    name = ""
+    for each in dis.get_instructions(frame.f_code):
+        if each.opname.startswith("LOAD_") and isinstance(each.argval, str):
+            name = each.argval
+        if each.offset == frame.f_lasti:
+            is_call = each.opname.startswith(("CALL", "PRECALL"))
+            return each.opname == "BEFORE_WITH" or (is_call and name in ("acquire", "__enter__"))
+    return False

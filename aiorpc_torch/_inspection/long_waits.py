@@ -1,0 +1,79 @@
+"""A warning of calls that have waited for long, with the lines at which they stand.
+
+Calls that a running call has made are shown with it, in the log of its caller.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .._aio.loops import call_soon
+from .._client.connection import Connection
+from .._client.pool import Outgoing
+from .._client.stream_reader import StreamReader
+from .._node.node import Node as Worker
+from .._wire.ancestry import BATCH
+from .._wire.standing import Limits, Node, Standings, standings_of
+from .._wire.targets import call_name
+
+log = logging.getLogger("aiorpc_torch")
+
+LONG = 10.0  # seconds
+QUIET = 600.0  # seconds between two warnings of one method at one worker
+MOST = 4  # calls in a warning
+LOOKED_AT = 64  # of the oldest calls of a connection
+LIMITS = Limits(16, 1.0)
+_MAX_NAMES = 1024  # methods that are remembered
+
+
+class LongWaits:
+    """Warns of the calls of this process that wait for long: not of streams, and once of each.
+
+    `look` at any rate, in one thread. While no call waits for long, a look is at the oldest call of
+    each connection.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._pool, self._sessions = worker.pool, worker.server.sessions
+        self._seen: WeakKeyDictionary[Connection, int] = WeakKeyDictionary()  # last numbers
+        self._warned: dict[tuple[str, str], float] = {}
+
+    def look(self, now: float) -> None:
+        """Warn of calls that wait for long since the last look."""
+        for loop, connection in self._pool.connections():
+            oldest = connection.oldest(1)
+            if not oldest or now - oldest[0][1].started <= LONG:
+                continue
+            calls = (Outgoing(loop, connection, *each) for each in connection.oldest(LOOKED_AT))
+            long = [each for each in calls if now - each.receiver.started > LONG]
+            last, self._seen[connection] = self._seen.get(connection, -1), long[-1].number
+            new = [each.number for each in long if each.number > last and self._is_loud(each, now)]
+            if new:
+                ask = connection.questions.ask
+                call_soon(loop, ask, new[:MOST], (), LIMITS, _warn)
+
+    def _is_loud(self, call: Outgoing, now: float) -> bool:
+        """Return whether to warn of a call that waits for long."""
+        if isinstance(call.receiver, StreamReader) or self._is_nested(call):
+            return False
+        key = call.connection.peer.name, call_name(call.receiver.source)
+        if now - self._warned.get(key, -QUIET) < QUIET:
+            return False
+        if len(self._warned) >= _MAX_NAMES:
+            self._warned.clear()
+        self._warned[key] = now
+        return True
+
+    def _is_nested(self, call: Outgoing) -> bool:
+        """Return whether a call that runs here has made it."""
+        made_by: Any = call.made_by
+        if made_by is None:
+            return False
+        session, number = made_by
+        return session == BATCH or number in getattr(self._sessions.get(session), "calls", ())
+
+
+def _warn(nodes: Sequence[Node]) -> None:
+    if nodes:
+        log.warning("calls have waited for %.0f s:\n%s", LONG, Standings(standings_of(nodes)))

@@ -1,0 +1,324 @@
+"""Lines at which the calls of one worker stand, and what they wait for on this worker.
+
+Seen from outside: calls, queues and locks know nothing of it. A `Subject` is a call, a batch or a
+task that runs here; its holders are those whose lock, turn or batch it waits for.
+"""
+
+import asyncio
+import functools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from .._aio.loop_lag import outwards
+from .._aio.places import (
+    Chain,
+    Line,
+    awaited_by,
+    awaited_lock,
+    chains_of,
+    holds_lock,
+    is_at_lock,
+    lines_of,
+)
+from .._aio.threads import run_in_thread
+from .._text import printable
+from .._turns.pause_queue import PauseQueue
+from .._turns.turns import Turn, Turns
+from .._wire.ancestry import BATCH, CallKey
+from .._wire.standing import BATCH as BEHIND_BATCH, LOCK, TURN, Key, Node, key_of
+from .calls import RpcCall, ServerCall
+from .executor import Executor
+from .pauses import object_of
+from .session import Session
+from .stream_writer import StreamCall, pump_async
+
+MOST_HOLDERS = 4
+MOST_SEARCHED = 1000  # tasks among which the holder of a lock is sought
+
+_TURN_WAIT = Turns.wait.__code__
+_PUMP = pump_async.__code__
+_PAUSE = "pause_object"  # the call of `paused`
+
+
+@dataclass
+class Subject:
+    """A call, batch or task that has not ended.
+
+    Attributes:
+        key: identifier over all workers.
+        name, caller, age: as in `Standing`.
+        state, lines, inside: where it stands.
+        call_key: the key that the contexts of the calls have which it has made.
+        futures: those that it waits for.
+        awaits: which of the calls that it has made it waits for: those of `futures` (None), all
+            (True), or perhaps all, if none is of `futures` (False).
+        holders: what it waits for here: the reason, whether that is certain, and what has it.
+    """
+
+    key: Key
+    name: str
+    caller: str
+    age: float
+    state: str = "waits"
+    lines: Sequence[Line] = ()
+    inside: str = ""
+    call_key: CallKey | None = None
+    futures: Sequence[Any] = ()
+    awaits: bool | None = None
+    holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
+
+    def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> Node:
+        """Return this as a part of an answer."""
+        where = self.state, self.lines, self.inside
+        return Node(
+            depth, self.key, self.name, worker, self.caller, self.age, *where, reason, is_certain
+        )
+
+
+class View:
+    """The calls of one worker as they stand now, for one answer. On its event loop.
+
+    Args:
+        worker: name of the worker.
+        calls: the unanswered calls.
+        executor: runs them.
+    """
+
+    def __init__(self, worker: str, calls: Sequence[ServerCall], executor: Executor) -> None:
+        self._worker = worker
+        self._calls = [*dict.fromkeys((*calls, *executor.in_threads))]
+        self._executor = executor
+        self._known: dict[Any, Subject] = {}
+        self._now = time.monotonic()
+
+    def of_number(self, session: Session, number: int) -> Subject:
+        """Return the subject of a call of a session, also of one that does not run."""
+        if (call := session.calls.get(number)) is not None:
+            return self.of_call(call)
+        state = "has ended, and its result is on the way, or it has not arrived yet"
+        if number in session.slots.numbers():
+            state = "waits for its tensors, which torch RPC brings"
+        key = key_of(session.key, number)
+        return Subject(key, "", session.caller, 0.0, state)
+
+    def of_call(self, call: ServerCall) -> Subject:
+        """Return the subject of a call."""
+        if (known := self._known.get(call)) is not None:
+            return known
+        key, age = (call.caller, -1, 2, id(call)), max(0.0, self._now - call.started)
+        found = self._known[call] = Subject(key, call.name, call.caller, age)
+        if call.session is not None:  # else it is of a torch client
+            found.key = key_of(call.session.key, call.number)
+            found.call_key = call.session.key, call.number
+        self._describe_call(found, call)
+        return found
+
+    def _describe_call(self, found: Subject, call: ServerCall) -> None:
+        leave: Any = getattr(call.leave_batch, "__self__", None)
+        turn = getattr(call, "turn", None)
+        if isinstance(call.leave_batch, functools.partial):
+            found.state = self._of_pause(call.leave_batch)
+        elif turn is not None and leave is turn:
+            self._wait_for_turn(found, turn)
+        elif hasattr(leave, "batch"):
+            self._describe_queued(found, leave)
+        elif isinstance(call, StreamCall) and call.credit <= 0:
+            self._describe_idle_stream(found, call)
+        elif call.task is not None:
+            self._describe_task(found, call.task, call)
+        elif (frame := self._threads.get(call)) is not None:
+            self._describe_thread(found, frame, call)
+        elif isinstance(call, RpcCall) and call in call.session.slots.held():
+            found.state = "waits for the tensors of an earlier call of its object"
+        elif call in self._executor.in_threads or call.on_loop:
+            found.state = "starts, or ends"
+        else:
+            count = len(self._executor.in_threads)
+            found.state = f"waits for a thread: {count} plain `def`s run (`threads=` of the worker)"
+
+    def _of_pause(self, leave: "functools.partial[Any]") -> str:
+        if not isinstance(getattr(leave.func, "__self__", None), PauseQueue):
+            return "waits"
+        callers = {each.caller for each in self._calls if each.function.__name__ == _PAUSE}
+        names = ", ".join(repr(each) for each in sorted(callers))
+        return f"waits: its object is paused{f', by worker {names}' if names else ''}"
+
+    # ── turns ───────────────────────────────────────────────────────────────────────────────────
+
+    def _wait_for_turn(self, found: Subject, turn: Turn) -> None:
+        """Name those that hold the turns of an object. With several, any of them may end first."""
+        holders = [*turn._turns.holders]
+        found.state = "waits for its turn on the object"
+        for each in self._calls:
+            if getattr(each, "turn", None) in holders:
+                found.holders.append((TURN, len(holders) == 1, self.of_call(each)))
+
+    # ── batches ─────────────────────────────────────────────────────────────────────────────────
+
+    def _describe_queued(self, found: Subject, queued: Any) -> None:
+        """Describe a call in a batch, or in the queue of one."""
+        if (batch := queued.batch()) is None:
+            found.state = f"waits for its batch; calls that wait: {len(queued.queue)}"
+            for each in queued.queue.running():
+                found.holders.append((BEHIND_BATCH, False, self.of_batch(each, found.name)))
+            return
+        whole = self.of_batch(batch, found.name)
+        found.state = f"is in a batch, which {whole.state}"
+        found.lines, found.inside, found.holders = whole.lines, whole.inside, whole.holders
+        found.call_key, found.futures, found.awaits = whole.call_key, whole.futures, whole.awaits
+
+    def of_batch(self, batch: Any, name: str) -> Subject:
+        """Return the subject of a batch that runs."""
+        if (known := self._known.get(batch)) is not None:
+            return known
+        key = self._worker, -1, 0, batch.id[1]
+        found = self._known[batch] = Subject(key, name, "a batch", 0.0)
+        found.call_key = BATCH, batch.id[1]
+        self._describe_task(found, batch.task, batch)
+        return found
+
+    # ── tasks ───────────────────────────────────────────────────────────────────────────────────
+
+    def of_task(self, task: "asyncio.Task[Any]") -> Subject:
+        """Return the subject of a task that is of no call."""
+        if (known := self._known.get(task)) is not None:
+            return known
+        code = getattr(task.get_coro(), "cr_code", None)
+        name = task.get_name() if code is None else code.co_qualname
+        key = self._worker, -1, 1, id(task)
+        found = self._known[task] = Subject(key, printable(name), "a task there", 0.0)
+        self._describe_task(found, task, task)
+        return found
+
+    def _describe_task(self, found: Subject, task: "asyncio.Task[Any]", whose: Any) -> None:
+        chains = chains_of(task)
+        if not chains:
+            found.state = "starts, or ends"
+            return
+        found.lines, found.inside = lines_of(chains[0].frames)
+        found.futures = [each.future for each in chains]
+        for chain in chains:
+            if (lock := awaited_lock(chain)) is not None:
+                found.state = "waits for a lock"
+                self._wait_for_lock(found, lock, whose)
+            elif chain.frames and chain.frames[-1].f_code is _TURN_WAIT:
+                self._wait_for_turn(found, chain.frames[-1].f_locals["turn"])
+            elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
+                found.holders += self._batches_before(queued)
+            elif (frame := self._thread_of(chain)) is not None:
+                self._describe_thread(found, frame, whose)
+            elif len(chains) == 1 and _is_unknown(chain):
+                found.awaits = False
+
+    def _batches_before(self, queued: Any) -> list[tuple[str, bool, Subject]]:
+        """Return what a coroutine of this worker waits for that calls a batched function."""
+        batch, name = queued.batch(), queued.queue.name
+        if batch is not None:
+            return [(BEHIND_BATCH, True, self.of_batch(batch, name))]
+        return [(BEHIND_BATCH, False, self.of_batch(each, name)) for each in queued.queue.running()]
+
+    # ── locks of asyncio ────────────────────────────────────────────────────────────────────────
+
+    def _wait_for_lock(self, found: Subject, lock: Any, whose: Any) -> None:
+        """Name what is inside of `async with lock`; else what runs of the same object."""
+        holders = [*self._holders_of(lock)]
+        if not holders and isinstance(whose, ServerCall):
+            holders = [(LOCK, False, each) for each in self._of_same_object(whose)]
+        found.holders += holders[:MOST_HOLDERS]
+
+    def _holders_of(self, lock: Any) -> Iterator[tuple[str, bool, Subject]]:
+        is_one = isinstance(lock, asyncio.Lock)
+        seen: set[asyncio.Task[Any]] = set()
+        for call in self._calls:
+            chains = [] if call.task is None else chains_of(call.task)
+            seen.update(each.task for each in chains)
+            if any(holds_lock(each, lock) for each in chains):
+                yield LOCK, is_one, self.of_call(call)
+        for task in [*asyncio.all_tasks()][:MOST_SEARCHED]:
+            if task not in seen and any(holds_lock(each, lock) for each in chains_of(task)[:1]):
+                yield LOCK, is_one, self.of_task(task)
+
+    def _of_same_object(self, call: ServerCall) -> Iterator[Subject]:
+        """Yield the other calls of an object that run, and wait for no lock."""
+        if (instance := object_of(call)) is None:
+            return
+        for each in self._calls:
+            if each is not call and object_of(each) is instance and not self._is_at_lock(each):
+                yield self.of_call(each)
+
+    def _is_at_lock(self, call: ServerCall) -> bool:
+        if call.task is not None:
+            return any(awaited_lock(each) is not None for each in chains_of(call.task))
+        frame = self._threads.get(call)
+        return frame is None or is_at_lock(frame)
+
+    # ── streams without credit ──────────────────────────────────────────────────────────────────
+
+    def _describe_idle_stream(self, found: Subject, call: StreamCall) -> None:
+        found.state = "waits until its caller takes items"
+        pairs = [] if call.task is None else [*awaited_by(call.task.get_coro())]
+        pump = next((frame for _, frame in pairs if frame.f_code is _PUMP), None)
+        if pump is not None:
+            found.lines, _ = lines_of([frame for _, frame in awaited_by(pump.f_locals["source"])])
+
+    # ── threads ─────────────────────────────────────────────────────────────────────────────────
+
+    @functools.cached_property
+    def _frames(self) -> list[list[FrameType]]:
+        """The frames of all threads, the innermost first."""
+        return [[*outwards(each)] for each in sys._current_frames().values()]
+
+    @functools.cached_property
+    def _threads(self) -> dict[ServerCall, FrameType]:
+        """Return the innermost frame of each call that runs in a thread."""
+        found = {}
+        for frames in self._frames:
+            for each in frames:
+                if each.f_code.co_qualname in _RUN_CALL:
+                    found[each.f_locals["call"]] = frames[0]
+        return found
+
+    def _thread_of(self, chain: Chain) -> FrameType | None:
+        """Return the innermost frame of the thread that a task waits for, None if for none."""
+        last = chain.frames[-1] if chain.frames else None
+        if last is None or last.f_code is not run_in_thread.__code__:
+            return None
+        outcomes = last.f_locals["outcomes"]
+        for frames in self._frames:
+            for each in frames:
+                is_work = each.f_code.co_qualname == _WORK
+                if is_work and each.f_locals.get("outcomes") is outcomes:
+                    return frames[0]
+        return None
+
+    def _describe_thread(self, found: Subject, frame: FrameType, whose: Any) -> None:
+        frames = [*outwards(frame)][::-1]
+        start = next((at for at, each in enumerate(frames) if each.f_code.co_name == _RUN), 0)
+        found.lines, found.inside = lines_of(frames[start + 1 :])
+        found.state = "runs in a thread"
+        # An event loop that it runs, by `asyncio.run`, waits for calls.
+        found.awaits = any(each.f_code.co_name == _RUN_LOOP for each in frames[start:])
+        if is_at_lock(frame) and isinstance(whose, ServerCall):
+            found.state, found.awaits = "waits for a lock, in a thread,", None
+            holders = [(LOCK, False, each) for each in self._of_same_object(whose)]
+            found.holders += holders[:MOST_HOLDERS]
+
+
+_RUN = "run_in_method"
+_WORK = "run_in_thread.<locals>.work"
+_RUN_LOOP = "run_until_complete"
+_RUN_CALL = "Executor._run_in_thread", "Executor._submit_rest.<locals>.run"
+
+
+def _is_unknown(chain: Chain) -> bool:
+    """Return whether a task waits in code of this library or for a future of unknown origin."""
+    last = chain.frames[-1] if chain.frames else None
+    return last is None or last.f_code.co_qualname not in _SETTLED
+
+
+_SETTLED = frozenset(("sleep", "Event.wait", "Queue.get", "Queue.put", "Condition.wait"))
+"""Functions of asyncio that wait for no call."""

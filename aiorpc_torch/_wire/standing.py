@@ -1,0 +1,315 @@
+"""Questions to a worker where calls stand, its answers, and what is read from them.
+
+A worker answers with the calls that it was asked about and what each of these waits for, over
+workers, as one list in preorder. A call that waits for one above it closes a circle: it is listed
+again, and not followed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._aio.places import MOST_LINES, Line
+from .._text import printable
+from .messages import SessionKey
+from .plain import dump, reader, wire_text
+
+MOST_CALLS = 64
+"""Calls in a question, and in its answer with all that they wait for."""
+
+MAX_DEPTH = 16  # calls of which each waits for the next
+_MAX_TEXT = 300  # characters of a name or a file
+
+Key = tuple[str, int, int, int]
+"""A call: the key of its session, and its number there."""
+
+CALL, LOCK, TURN, BATCH = "call", "lock", "turn", "batch"
+"""Reasons to wait for a call: for its result, or the lock, the turn or the batch that it has."""
+
+
+def key_of(session: SessionKey, number: int) -> Key:
+    """Return the key of a call of a session."""
+    return *session, number
+
+
+class Limits(NamedTuple):
+    """The limits of an answer: its calls, and the seconds until it is not waited for any more."""
+
+    most: int
+    seconds: float
+
+    def part(self, parts: int) -> "Limits":
+        """Return the limits of a question to another worker, one of `parts` questions."""
+        return Limits(max(1, (self.most - 1) // max(1, parts)), self.seconds * 0.8)
+
+
+class Node(NamedTuple):
+    """A call, or what else a call waits for, in an answer. The parts are those of `Standing`."""
+
+    depth: int
+    key: Key
+    method: str
+    worker: str
+    caller: str
+    age: float
+    state: str = ""
+    lines: Sequence[Line] = ()
+    inside: str = ""
+    reason: str = ""
+    is_certain: bool = True
+    is_again: bool = False
+
+    def below(self, depth: int, reason: str, *, is_certain: bool) -> "Node":
+        """Return this as a part of another answer; the reason is that of the calls asked about."""
+        depth += self.depth
+        if self.depth:
+            return self._replace(depth=depth)
+        return self._replace(depth=depth, reason=reason, is_certain=is_certain)
+
+
+class Question(NamedTuple):
+    """A question where calls of a connection stand.
+
+    Attributes:
+        id: number of the question.
+        numbers: those of the calls.
+        path: the calls that wait for these, each for the next.
+        limits: those of the answer.
+    """
+
+    id: int
+    numbers: list[int]
+    path: list[Key]
+    limits: Limits
+
+
+class _WireNode(NamedTuple):
+    depth: int
+    key: Key
+    method: str
+    worker: str
+    caller: str
+    age: float
+    state: str
+    lines: list[Line]
+    inside: str
+    reason: str
+    is_certain: bool
+    is_again: bool
+
+
+_read_question = reader(Question)
+_read_lines = reader(list[Line])
+_read_answer = reader(tuple[int, list[_WireNode]])
+
+
+def read_question(data: bytes) -> Question:
+    """Return a question of a peer, cut to what is answered."""
+    found: Question = _read_question(data)
+    most, seconds = found.limits
+    limits = Limits(max(0, min(most, MOST_CALLS)), max(0.0, min(10.0, seconds)))
+    return found._replace(numbers=found.numbers[: limits.most], limits=limits)
+
+
+def dump_answer(question: int, nodes: Sequence[Node]) -> bytes:
+    """Return the bytes of the answer to a question."""
+    return dump((question, [_for_wire(each) for each in nodes[:MOST_CALLS]]))
+
+
+def _for_wire(node: Node) -> Node:
+    lines = _cut_lines(node.lines)
+    names = {name: _cut(getattr(node, name)) for name in ("method", "worker", "caller", "state")}
+    return node._replace(**names, lines=lines, inside=_cut(node.inside))  # type: ignore[arg-type]
+
+
+def _cut(text: str) -> str:
+    return wire_text(text if len(text) <= _MAX_TEXT else f"…{text[1 - _MAX_TEXT :]}")
+
+
+def read_answer(data: bytes) -> tuple[int, list[Node]]:
+    """Return the number of a question and the answer of a peer, with printable text."""
+    question, found = _read_answer(data)
+    return question, [_checked(Node(*each)) for each in found[:MOST_CALLS]]
+
+
+def dump_lines(lines: Sequence[Line]) -> bytes:
+    """Return the bytes of lines."""
+    return dump(_cut_lines(lines))
+
+
+def read_lines(data: bytes) -> list[Line]:
+    """Return the lines of a peer, with printable text."""
+    return _printable_lines(_read_lines(data))
+
+
+def _cut_lines(lines: Sequence[Line]) -> list[Line]:
+    return [Line(_cut(each.function), _cut(each.file), each.line) for each in lines]
+
+
+def _printable_lines(lines: Sequence[Line]) -> list[Line]:
+    return [
+        Line(printable(each.function, _MAX_TEXT), printable(each.file, _MAX_TEXT), each.line)
+        for each in lines[:MOST_LINES]
+    ]
+
+
+def _checked(node: Node) -> Node:
+    texts = {
+        name: printable(getattr(node, name), _MAX_TEXT)
+        for name in ("method", "worker", "caller", "state", "inside", "reason")
+    }
+    depth = max(0, min(node.depth, MOST_CALLS))
+    lines = _printable_lines(node.lines)
+    return node._replace(**texts, lines=lines, depth=depth)  # type: ignore[arg-type]
+
+
+# ── what users see ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A call that has not ended: where it stands, and what it waits for. `str()` shows all of it.
+
+    Attributes:
+        id: identifier of the call, the same wherever it is listed.
+        method: name of the method or function.
+        worker: name of the worker that runs it.
+        caller: name of the worker that has made the call.
+        age: seconds since the call was made, or since it arrived; 0.0 for a batch or a task.
+        state: state of the call, such as "waits", "runs in a thread",
+            "waits for its turn on the object".
+        lines: lines of the program at which it stands, the method's own first. Empty if no code of
+            it runs, or none of the program's.
+        inside: name of the function of Python or of this library that the last line has called, ""
+            if it is unknown.
+        reason: reason for which the call above waits for this one: "call", its result; "lock",
+            "turn" or "batch", which this one has; "" at the top.
+        is_certain: False if the call above may wait for something else: it has several tasks, or
+            who has the lock is a guess, since it belongs to the same object.
+        is_again: True if this call is one of those above: they wait for each other.
+        waits_for: calls that this one waits for, on any worker.
+    """
+
+    id: Key
+    method: str
+    worker: str
+    caller: str
+    age: float
+    state: str
+    lines: tuple[Line, ...]
+    inside: str
+    reason: str
+    is_certain: bool
+    is_again: bool
+    waits_for: "tuple[Standing, ...]"
+
+    def __str__(self) -> str:
+        return "\n".join(_text_of((self,)))
+
+    @property
+    def name(self) -> str:
+        """Return the call in words."""
+        return f"{self.method} on worker {self.worker!r}"
+
+    def deadlocks(self) -> "list[tuple[Standing, ...]]":
+        """Return the circles of calls that wait for each other: each waits for the next.
+
+        The last one is the first one again. One of them with `is_certain` False may end by itself.
+        """
+        return _deadlocks((self,))
+
+
+class Standings(tuple[Standing, ...]):
+    """Calls and where they stand, the oldest first. `print` shows it as text."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(_text_of(self)) or "no call waits"
+
+    def deadlocks(self) -> list[tuple[Standing, ...]]:
+        """Return the circles of calls that wait for each other, as `Standing.deadlocks`."""
+        return _deadlocks(self)
+
+
+def standings_of(nodes: Sequence[Node]) -> list[Standing]:
+    """Return the calls of an answer with those that they wait for."""
+    found, at = [], 0
+    while at < len(nodes):
+        standing, at = _standing(nodes, at)
+        found.append(standing)
+    return found
+
+
+def _standing(nodes: Sequence[Node], at: int) -> tuple[Standing, int]:
+    """Return the call at a position of an answer, and the position behind all that it waits for."""
+    node, below, at = nodes[at], [], at + 1
+    while at < len(nodes) and nodes[at].depth > node.depth:
+        each, at = _standing(nodes, at)
+        below.append(each)
+    _, *parts = node._replace(lines=(*node.lines,))
+    return Standing(*parts, tuple(below)), at  # type: ignore[arg-type, call-arg]
+
+
+_REASONS = {
+    CALL: "waits for ",
+    LOCK: "the lock is held by ",
+    TURN: "the turn is held by ",
+    BATCH: "it is in the batch ",
+}
+_GUESSES = {
+    CALL: "it has called ",
+    LOCK: "the lock may be held by ",
+    BATCH: "the batch before is ",
+}
+
+
+def _text_of(calls: Sequence[Standing]) -> Iterator[str]:
+    """Yield lines: each call with all that it waits for once, and each deadlock once."""
+    shown: set[Key] = set()
+    for call in calls:
+        yield from _text(call, "", shown)
+    yield from map(_deadlock_text, _deadlocks(calls))
+
+
+def _text(call: Standing, indent: str, shown: set[Key]) -> Iterator[str]:
+    reason = _REASONS.get(call.reason, "")
+    if not call.is_certain:
+        reason = _GUESSES.get(call.reason, reason)
+    head = f"{indent}{reason}{call.name}"
+    if call.id in shown:
+        yield f"{head}: see above"
+        return
+    shown.add(call.id)
+    lines = [str(each) for each in call.lines]
+    at = " -> ".join(lines if len(lines) <= 2 else [lines[0], "...", lines[-1]])
+    inside = f", in {call.inside}()" if call.inside else ""
+    age = f", {call.age:.1f} s" if call.age else ""
+    yield f"{head}{age}: {call.state}{' at ' if at else ''}{at}{inside}"
+    for each in call.waits_for:
+        yield from _text(each, f"{indent}  ", shown)
+
+
+def _deadlock_text(circle: Sequence[Standing]) -> str:
+    is_certain = all(each.is_certain for each in circle[1:])
+    names = " -> ".join(each.name for each in circle)
+    what = "deadlock" if is_certain else "perhaps a deadlock"
+    return f"{what}, these calls wait for each other: {names}"
+
+
+def _deadlocks(calls: Sequence[Standing]) -> list[tuple[Standing, ...]]:
+    """Return each circle once, wherever it was entered."""
+    found: dict[frozenset[Key], tuple[Standing, ...]] = {}
+    for call in calls:
+        for circle in _circles(call, ()):
+            found.setdefault(frozenset(each.id for each in circle), circle)
+    return [*found.values()]
+
+
+def _circles(call: Standing, above: tuple[Standing, ...]) -> Iterator[tuple[Standing, ...]]:
+    if call.is_again:
+        start = next((at for at, each in enumerate(above) if each.id == call.id), None)
+        if start is not None:
+            yield (*above[start:], call)
+    for each in call.waits_for:
+        yield from _circles(each, (*above, call))

@@ -1,0 +1,420 @@
+"""`where()`: the lines at which calls stand, in a world of one."""
+
+import asyncio
+import contextvars
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import Round, RRef, batched, exclusive, max_concurrency, remote
+from aiorpc_torch.observe import where
+from aiorpc_torch.testing import Gate
+from aiorpc_torch.types import Standings
+from tests.support.standing import line_of, until_late, until_stands
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+class Service:
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.lock = asyncio.Lock()
+        self.thread_lock = threading.Lock()
+
+    async def wait(self) -> None:
+        await self.gate.passed()
+
+    def wait_in_thread(self) -> None:
+        self.inner()
+
+    def inner(self) -> None:
+        self.gate.passed_in_thread()
+
+    @batched(max_size=1)
+    async def batch(self, items: list[int]) -> list[int]:
+        await self.gate.passed()
+        return items
+
+    @batched(max_size=2)
+    def batch_in_thread(self, items: list[int]) -> list[int]:
+        self.gate.passed_in_thread()
+        return items
+
+    @batched(Round(3))
+    def round(self, items: list[int]) -> None:
+        pass
+
+    async def awaits_a_batch(self) -> None:
+        await self.batch(1)
+
+    async def items(self) -> AsyncIterator[int]:
+        while True:
+            yield 1
+
+    def items_in_thread(self) -> Iterator[int]:
+        while True:
+            yield 1
+
+    async def slow_items(self) -> AsyncIterator[int]:
+        await self.gate.passed()
+        yield 1
+
+    async def reads(self, other: Any) -> None:
+        async for _ in remote(other).slow_items():
+            pass
+
+    async def hold(self) -> None:
+        async with self.lock:
+            await self.gate.passed()
+
+    async def want(self) -> None:
+        async with self.lock:
+            pass
+
+    async def acquire(self) -> None:
+        await self.lock.acquire()
+        await self.gate.passed()
+        self.lock.release()
+
+    def hold_in_thread(self) -> None:
+        with self.thread_lock:
+            self.gate.passed_in_thread()
+
+    async def gathers(self, other: Any) -> None:
+        await asyncio.gather(remote(other).wait(), remote(other).wait_in_thread())
+
+    async def in_a_group(self, other: Any) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.one(other))
+
+    async def one(self, other: Any) -> None:
+        await remote(other).wait()
+
+    async def leaves_behind(self, other: Any) -> None:
+        self.task = asyncio.create_task(self.one(other))
+        await self.gate.passed()
+
+    async def locks_and_calls(self, other: Any) -> None:
+        async with self.lock:
+            await self.gate.passed()
+            await remote(other).want()
+
+
+@exclusive
+class Alone(Service):
+    pass
+
+
+@max_concurrency(2)
+class Two(Service):
+    pass
+
+
+class Calls:
+    """Calls that are cancelled at the end, and the services at whose gates they wait."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Future[Any]] = []
+        self._services: list[Service] = []
+
+    def service(self, kind: type[Service] = Service) -> tuple[Service, Any]:
+        self._services.append(found := kind())
+        return found, RRef(found)
+
+    def make(self, *calls: Any) -> None:
+        self._tasks += map(asyncio.ensure_future, calls)
+
+    async def end(self) -> None:
+        for each in self._tasks:
+            each.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for service in self._services:
+            await service.gate.open()
+
+
+@pytest.fixture
+async def calls() -> AsyncIterator[Calls]:
+    found = Calls()
+    yield found
+    await found.end()
+
+
+def without_ages(found: object) -> list[str]:
+    return re.sub(r", [\d.]+ s: ", ": ", str(found)).splitlines()
+
+
+@pytest.mark.promise("standing.where")
+async def test_a_coroutine(calls: Calls) -> None:
+    """It is told in which line it awaits, and in which function of Python."""
+    _, rref = calls.service()
+    calls.make(remote(rref).wait())
+    (call,) = await until_stands(at := line_of(Service.wait, "passed"))
+    assert without_ages(call) == [f"Service.wait on worker 'main': waits at {at}, in Event.wait()"]
+    assert (call.method, call.worker, call.caller) == ("Service.wait", "main", "main")
+    assert call.age > 0
+    assert call.waits_for == ()
+
+
+@pytest.mark.promise("standing.where")
+async def test_a_plain_def(calls: Calls) -> None:
+    """Its own line is first, and the innermost last."""
+    _, rref = calls.service()
+    calls.make(remote(rref).wait_in_thread())
+    lines = line_of(Service.wait_in_thread, "inner()"), line_of(Service.inner, "passed")
+    found = await until_stands(*lines)
+    text = f"runs in a thread at {lines[0]} -> {lines[1]}, in Event.wait()"
+    assert without_ages(found) == [f"Service.wait_in_thread on worker 'main': {text}"]
+
+
+@pytest.mark.promise("standing.queues")
+async def test_a_batch_and_what_waits_behind_it(calls: Calls) -> None:
+    service, rref = calls.service()
+    calls.make(remote(rref).batch(1))
+    await service.gate.entered()
+    calls.make(remote(rref).batch(2))
+    at = f"waits at {line_of(Service.batch, 'passed')}, in Event.wait()"
+    found = await until_stands("waits for its batch")
+    assert without_ages(found) == [
+        f"Service.batch on worker 'main': is in a batch, which {at}",
+        "Service.batch on worker 'main': waits for its batch; calls that wait: 1",
+        f"  the batch before is Service.batch on worker 'main': {at}",
+    ]
+
+
+@pytest.mark.promise("standing.queues")
+async def test_a_batch_in_a_thread(calls: Calls) -> None:
+    _, rref = calls.service()
+    calls.make(remote(rref).batch_in_thread(1), remote(rref).batch_in_thread(2))
+    at = f"runs in a thread at {line_of(Service.batch_in_thread, 'passed')}"
+    found = await until_stands(at)
+    assert [each.state for each in found] == ["is in a batch, which runs in a thread"] * 2
+
+
+@pytest.mark.promise("standing.queues")
+async def test_a_round_that_is_not_full(calls: Calls) -> None:
+    _, rref = calls.service()
+    calls.make(remote(rref).round(1), remote(rref).round(2))
+    await until_stands("waits for its batch; calls that wait: 2")
+
+
+@pytest.mark.promise("standing.where")
+async def test_a_batch_that_a_method_awaits(calls: Calls) -> None:
+    _, rref = calls.service()
+    calls.make(remote(rref).awaits_a_batch())
+    at = f"waits at {line_of(Service.batch, 'passed')}, in Event.wait()"
+    found = await until_stands(at)
+    own = line_of(Service.awaits_a_batch, "batch(1)")
+    assert without_ages(found) == [
+        f"Service.awaits_a_batch on worker 'main': waits at {own}",
+        f"  it is in the batch Service.batch on worker 'main': {at}",
+    ]
+
+
+@pytest.mark.promise("standing.queues")
+async def test_a_turn(calls: Calls) -> None:
+    """The call that has the turn is named; a batch waits for its turn too."""
+    service, rref = calls.service(Alone)
+    calls.make(remote(rref).wait())
+    await service.gate.entered()
+    calls.make(remote(rref).wait_in_thread(), remote(rref).batch(1))
+    found = await until_stands("which waits for its turn")
+    at = f"waits at {line_of(Service.wait, 'passed')}, in Event.wait()"
+    assert without_ages(found) == [
+        f"Service.wait on worker 'main': {at}",
+        "Service.wait_in_thread on worker 'main': waits for its turn on the object",
+        "  the turn is held by Service.wait on worker 'main': see above",
+        "Service.batch on worker 'main': is in a batch, which waits for its turn on the object",
+        "  the turn is held by Service.wait on worker 'main': see above",
+    ]
+
+
+@pytest.mark.promise("standing.queues")
+async def test_one_of_several_turns(calls: Calls) -> None:
+    """Any of those that have one may end first."""
+    service, rref = calls.service(Two)
+    calls.make(remote(rref).wait(), remote(rref).wait())
+    await service.gate.entered(2)
+    calls.make(remote(rref).wait_in_thread())
+    *_, call = await until_stands("waits for its turn")
+    assert [(each.reason, each.is_certain) for each in call.waits_for] == [("turn", False)] * 2
+
+
+@pytest.mark.promise("standing.queues")
+async def test_a_paused_object(calls: Calls) -> None:
+    """It is told who has paused it."""
+    _, rref = calls.service()
+    async with aiorpc.paused(rref):
+        outside = contextvars.Context()  # its own calls pass
+        calls.make(asyncio.create_task(remote(rref).wait(), context=outside))
+        await until_stands("waits: its object is paused, by worker 'main'")
+
+
+@pytest.mark.promise("standing.queues")
+@pytest.mark.parametrize("name", ["items", "items_in_thread"])
+async def test_a_stream_without_credit(calls: Calls, name: str) -> None:
+    _, rref = calls.service()
+    stream = aiter(getattr(remote(rref), name)())
+    await anext(stream)
+    found = await until_stands("waits until its caller takes items")
+    at = line_of(Service.items, "yield")
+    assert (at in str(found)) is (name == "items")
+    await stream.aclose()
+
+
+@pytest.mark.promise("standing.queues")
+async def test_all_threads_are_taken(calls: Calls) -> None:
+    service, rref = calls.service()
+    for _ in range(100):  # more than there are
+        calls.make(remote(rref).wait_in_thread())
+    await until_stands("waits for a thread: ", "plain `def`s run (`threads=` of the worker)")
+    await service.gate.open()
+
+
+@pytest.mark.promise("standing.where")
+@pytest.mark.parametrize(("method", "count"), [("gathers", 2), ("in_a_group", 1), ("reads", 1)])
+async def test_calls_of_a_call(calls: Calls, method: str, count: int) -> None:
+    """Those that it awaits: by `gather`, in a group of tasks, as a stream."""
+    _, rref = calls.service()
+    other, other_rref = calls.service()
+    calls.make(getattr(remote(rref), method)(other_rref))
+    await other.gate.entered(count)
+    call = next(each for each in await where() if each.method == f"Service.{method}")
+    assert [(each.reason, each.is_certain) for each in call.waits_for] == [("call", True)] * count
+
+
+@pytest.mark.promise("standing.where")
+async def test_a_call_that_is_not_awaited(calls: Calls) -> None:
+    """A task that the method has left behind is perhaps what it waits for."""
+    service, rref = calls.service()
+    other, other_rref = calls.service()
+    calls.make(remote(rref).leaves_behind(other_rref))
+    await service.gate.entered()
+    await other.gate.entered()
+    call = next(each for each in await where() if each.method == "Service.leaves_behind")
+    assert not any(each.is_certain for each in call.waits_for)
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_the_holder_of_a_lock(calls: Calls) -> None:
+    """It is the call inside of `async with`, and no other of the same object."""
+    service, rref = calls.service()
+    calls.make(remote(rref).hold(), remote(rref).wait())
+    await service.gate.entered(2)
+    calls.make(remote(rref).want())
+    found = await until_stands("waits for a lock")
+    assert without_ages(found)[2:] == [
+        f"Service.want on worker 'main': waits for a lock at {line_of(Service.want, 'with')}, in "
+        "Lock.acquire()",
+        "  the lock is held by Service.hold on worker 'main': see above",
+    ]
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_lock_without_a_block(calls: Calls) -> None:
+    """The holder is a guess, since it has the same object."""
+    service, rref = calls.service()
+    calls.make(remote(rref).acquire())
+    await service.gate.entered()
+    calls.make(remote(rref).want())
+    await until_stands("the lock may be held by Service.acquire on worker 'main': see above")
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_lock_of_threads(calls: Calls) -> None:
+    service, rref = calls.service()
+    calls.make(remote(rref).hold_in_thread())
+    await service.gate.entered()
+    calls.make(remote(rref).hold_in_thread())
+    await until_stands(
+        f"waits for a lock, in a thread, at {line_of(Service.hold_in_thread, 'with')}",
+        "the lock may be held by Service.hold_in_thread on worker 'main': see above",
+    )
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_task_of_no_call_holds_the_lock(calls: Calls) -> None:
+    service, rref = calls.service()
+    calls.make(service.hold())
+    await service.gate.entered()
+    calls.make(remote(rref).want())
+    await until_stands("the lock is held by Service.hold on worker 'main': waits at ")
+
+
+@pytest.mark.promise("standing.late", "standing.deadlock")
+@pytest.mark.parametrize("way", ["block", "argument"])
+async def test_the_error_of_a_deadlock(calls: Calls, way: str) -> None:
+    """Two objects hold their locks and call each other: the error names the circle once."""
+    one, rref = calls.service()
+    two, other = calls.service()
+    calls.make(remote(rref).locks_and_calls(other), remote(other).locks_and_calls(rref))
+    for service in one, two:
+        await service.gate.entered()
+        await service.gate.open()
+    await until_stands("deadlock, these calls wait for each other: ")
+    block, argument = (None, 1.0) if way == "argument" else (1.0, None)
+
+    async def want() -> None:
+        async with aiorpc.timeout(block):
+            await remote(rref, timeout=argument).want()
+
+    text = str(await until_late(want, "\ndeadlock"))
+    assert text.startswith("Service.want on worker 'main' timed out after 1 s; it may have run. It")
+    assert line_of(Service.want, "with") in text
+    circle = "Service.locks_and_calls on worker 'main' -> Service.want on worker 'main'"
+    assert text.splitlines()[-1].endswith(f": {circle} -> {circle} -> {circle.partition(' -')[0]}")
+    assert text.count("deadlock") == 1
+
+
+async def test_the_circle_as_values(calls: Calls) -> None:
+    """Its last call is the first one again."""
+    _, rref = calls.service()
+    found = await where()
+    assert found == Standings()
+    assert str(found) == "no call waits"
+    assert found.deadlocks() == []
+    one, rref = calls.service()
+    await one.gate.open()
+    calls.make(remote(rref).locks_and_calls(rref))
+    (circle,) = (await until_stands("deadlock, ")).deadlocks()
+    assert [each.method for each in circle] == [
+        *("Service.locks_and_calls", "Service.want", "Service.locks_and_calls"),
+    ]
+    assert circle[0].id == circle[-1].id
+    assert circle[-1].is_again
+
+
+@pytest.mark.promise("standing.late")
+async def test_a_stream_and_a_group_that_are_late(calls: Calls) -> None:
+    _, rref = calls.service()
+
+    async def iterate() -> None:
+        await anext(aiter(remote(rref, timeout=0.5).slow_items()))
+
+    async def call_group() -> None:
+        try:
+            await remote(aiorpc.Group([rref]), timeout=0.5).wait()
+        except aiorpc.GroupError as exc:
+            raise exc.exceptions[0] from None
+
+    await until_late(iterate, line_of(Service.slow_items, "passed"))
+    await until_late(call_group, line_of(Service.wait, "passed"))
+
+
+@pytest.mark.promise("standing.late")
+async def test_many_late_calls_share_a_question(calls: Calls) -> None:
+    """A question is of at most 64: of some calls nothing is told, and their errors come too."""
+    _, rref = calls.service()
+    async with aiorpc.timeout(1.0):
+        late = [asyncio.create_task(remote(rref).wait()) for _ in range(100)]  # type: ignore[arg-type]
+    found = await asyncio.gather(*late, return_exceptions=True)
+    told = [each for each in found if "It stood here" in str(each)]
+    assert all(isinstance(each, aiorpc.CallTimeout) for each in found)
+    assert told
+
+
+async def test_outside_of_a_world_it_is_empty() -> None:
+    assert [*await asyncio.to_thread(asyncio.run, where())] == []
