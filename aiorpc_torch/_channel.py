@@ -169,8 +169,9 @@ class Channel:
         """
         if self.is_local or self._transport is None:
             return
-        info = read_flow(self._transport.get_extra_info("socket"))
-        if info is None:
+        # asyncio's TLS has no socket from the end of its transport until `connection_lost`.
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or (info := read_flow(sock)) is None:
             return
         if (silence := self._flow.silence(info, time.monotonic())) >= timeout:
             text = f"nothing that was sent has arrived for {silence:.3g} s"

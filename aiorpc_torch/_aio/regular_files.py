@@ -31,10 +31,18 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a regular file. Raises as `open_regular`."""
+def read_regular(path: str | os.PathLike[str], most: int = -1) -> bytes:
+    """Return the content of a regular file.
+
+    Raises as `open_regular`, and ValueError if it has more than `most` bytes (default: no limit).
+    """
     with open(open_regular(path), "rb") as file:
-        return file.read()
+        found = file.read(most + 1 if most >= 0 else -1)
+    if 0 <= most < len(found):
+        raise ValueError(
+            f"{os.fspath(path)} has more than {most} bytes: remove it, or give another path"
+        )
+    return found
 
 
 def _check(path: str | os.PathLike[str], found: os.stat_result) -> None:

@@ -2,11 +2,14 @@
 
 import contextlib
 import socket
+import struct
 import sys
 
 KEEPALIVE = 60  # seconds until TCP probes an idle connection
 _PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 _TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it
+_DEFAULT_RTO_MAX_MS = 120_000
+_UNACKNOWLEDGED = struct.Struct("=24xI")  # of Linux's `struct tcp_info`
 LONGEST_SILENCE = 900.0  # seconds: about what TCP has by default
 
 
@@ -14,6 +17,8 @@ def retry_soon(connected: socket.socket) -> None:
     """Let TCP send again every second, for `LONGEST_SILENCE` seconds, where Linux can.
 
     By default the pauses double up to two minutes, so a connection works again long after the link.
+    The limit is not that of bytes which this machine could not send: its interface is down, say.
+    Linux gives up after `tcp_retries2` attempts then, which are 15 s with short pauses.
     """
     if sys.platform == "linux":
         # First the limit: with short pauses, the usual 15 attempts are over soon.
@@ -23,6 +28,31 @@ def retry_soon(connected: socket.socket) -> None:
             if not connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
             connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
+
+
+def send_again(connected: socket.socket) -> bool:
+    """Let TCP send again soon on a connection that nothing replaces: its path carries nothing.
+
+    Return whether something is sent and not acknowledged. If so, call this again later: the short
+    pauses must not stay.
+    """
+    is_missing = False
+    with contextlib.suppress(OSError):
+        if is_missing := _unacknowledged(connected) > 0:
+            retry_soon(connected)
+        elif sys.platform == "linux":
+            connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _DEFAULT_RTO_MAX_MS)
+    with contextlib.suppress(OSError):
+        if connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
+            # Linux sends at once what it could not send before.
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return is_missing
+
+
+def _unacknowledged(connected: socket.socket) -> int:
+    """Return how many packets are sent and not acknowledged."""
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED.size)
+    return int(_UNACKNOWLEDGED.unpack(info)[0])
 
 
 def probe_when_idle(connected: socket.socket) -> None:
@@ -37,7 +67,7 @@ def end_when_silent(connected: socket.socket, seconds: float) -> None:
 
     Without it, TCP tries again for 15 minutes, and an idle connection to a lost host stays. Routers
     forget connections that are idle for some minutes, so probes are not rarer than those of
-    `probe_when_idle`.
+    `probe_when_idle`. Call `retry_soon` too for a connection that is replaced when it has failed.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -48,4 +78,3 @@ def end_when_silent(connected: socket.socket, seconds: float) -> None:
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
             connected.setsockopt(socket.IPPROTO_TCP, option, int(value))
-    retry_soon(connected)

@@ -17,7 +17,7 @@ from typing import Any
 
 from .._aio.flows import Flow, read_flow
 from .._aio.fork import close_on_fork
-from .._aio.silence import end_when_silent
+from .._aio.silence import end_when_silent, retry_soon
 from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 
 SOCKETS = 2
@@ -227,6 +227,7 @@ class SocketReceiver(_SocketThreads):
 def _set_options(sock: socket.socket) -> None:
     """Set the options of a TCP socket."""
     end_when_silent(sock, SILENCE)
+    retry_soon(sock)
     options = {"TCP_NODELAY": 1, "TCP_NOTSENT_LOWAT": UNSENT}
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # not all are everywhere

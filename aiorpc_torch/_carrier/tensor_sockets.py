@@ -52,8 +52,13 @@ IDLE_SECONDS = 60.0
 transfer opens others."""
 
 OPEN_TIMEOUT = 10.0
-"""Seconds for a socket to open; torch RPC carries the tensors after that. A peer that leaves takes
-no connections, and waits until its results are sent."""
+"""Seconds for a socket to open; torch RPC carries the tensors after that, until there is one.
+
+A peer that was frozen opens it later. One that leaves takes none, and waits until its results are
+sent."""
+
+OPEN_PAUSE = 2.0
+"""Seconds between an attempt that has failed and the next one."""
 
 Dial = Callable[[int], Coroutine[Any, Any, socket.socket]]
 """Opens a proven socket to the peer for ARGUMENTS or RESULTS."""
@@ -283,19 +288,35 @@ class TensorSockets(Carrier):
         task.add_done_callback(self._dialing.discard)
 
     async def _dial_all(self, dial: Dial, purpose: int) -> None:
-        try:
-            for _ in range(SOCKETS):
+        """Open the sockets of a direction. After a failure torch carries tensors until they are."""
+        number, has_failed = 0, False
+        while number < SOCKETS:
+            try:
                 async with asyncio.timeout(OPEN_TIMEOUT):
                     sock = await dial(purpose)
-                self.add_socket(purpose, sock)
-        except Exception as exc:
-            if not self._wire.is_open:
-                return
-            log.warning("no tensor sockets on %r, tensors travel by torch RPC: %r", self._wire, exc)
-            if purpose == ARGUMENTS:
-                self._set_limit(0)
+            except Exception as exc:
+                if not self._wire.is_open:
+                    return
+                level = logging.DEBUG if has_failed else logging.WARNING
+                text = "no tensor sockets on %r, tensors travel by torch RPC until there are: %r"
+                log.log(level, text, self._wire, exc)
+                self._let_send(purpose, is_ready=False)
+                has_failed = True
+                await asyncio.sleep(OPEN_PAUSE)
             else:
-                self._tell_now(limit=0)
+                number += 1
+                self.add_socket(purpose, sock)
+        if has_failed:
+            self._let_send(purpose, is_ready=True)
+
+    def _let_send(self, purpose: int, *, is_ready: bool) -> None:
+        """Let the sender of a direction use its sockets, or send by torch what waits for them."""
+        if not self._wire.is_open:
+            return
+        if purpose != ARGUMENTS:
+            self._tell_now(limit=self._limit if is_ready else 0, host=sharing_group())
+        elif self.taken is not None:
+            self._set_limit(self.taken[0] if is_ready else 0)
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket, if the connection is open."""

@@ -124,6 +124,7 @@ class Connection(Channel):
         self._succeed: Callable[[str], Connection]
         self._opening: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
+        self._knocking: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
@@ -382,6 +383,21 @@ class Connection(Channel):
         self._state.is_paused = True  # what is written now would be lost
         super().abort(why)
 
+    def ping(self) -> None:
+        """Ask the peer's event loop for a sign of life, between hosts at a new socket too.
+
+        A router may have forgotten all paths. Then it is heard before it would be lost.
+        """
+        super().ping()
+        if self.is_open and not self.is_local and self._knocking is None:
+            context = contextvars.Context()
+            knocking = self._loop.create_task(self._knock(), name="aiorpc-connect", context=context)
+            knocking.add_done_callback(self._on_knocked)
+            self._knocking = knocking
+
+    def _on_knocked(self, _: "asyncio.Task[None]") -> None:
+        self._knocking = None
+
     def check_path(self, timeout: float) -> None:
         super().check_path(timeout)
         self._carriers.sockets.check_path(timeout)
@@ -543,6 +559,8 @@ class Connection(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self._carriers.close()
+        if self._knocking is not None:
+            self._knocking.cancel()
         if error is None or self._error is not None:
             self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
         elif self.is_local:  # its process has ended
@@ -588,11 +606,14 @@ class Connection(Channel):
             self._pass_on()
 
     async def _knock(self) -> None:
-        """Ask for a proof at a new socket, unless the ping is answered soon.
+        """Ask for a proof at a new socket, unless the peer is heard soon.
 
         A router that has forgotten this path may have forgotten torch's as well, for good.
         """
+        heard = self._peer.last_heard
         await asyncio.sleep(KNOCK_DELAY)
+        if self._peer.last_heard != heard:
+            return
         with contextlib.suppress(RpcError, OSError):
             (await self._dial(ARGUMENTS)).close()
             self._observer.on_proof(self._peer)

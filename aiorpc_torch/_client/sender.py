@@ -19,7 +19,7 @@ from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
 from .._wire.tensor_table import TensorTable
-from ..errors import RpcError
+from ..errors import NotInWorld, RpcError
 from .call_encoder import slot_key
 from .pending import PendingCalls
 
@@ -104,10 +104,13 @@ class CallSender:
         self._is_flushing = True
         try:
             while self._wire.can_write and (calls := state.take()):
-                if calls[0].is_large:
-                    self._send_large(calls[0])
-                else:
+                if not calls[0].is_large:
                     self._send(calls)
+                    continue
+                try:
+                    self._send_large(calls[0])
+                except ReferenceError as exc:  # the world of its object was left meanwhile
+                    self._fail([calls[0].number], NotInWorld(str(exc)))
         finally:
             self._is_flushing = False
         if state.has_unsent() and self._trickle_timer is None and not state.is_paused:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -19,7 +20,7 @@ from .._aio.blocking import BlockingCall
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import call_soon
-from .._aio.silence import end_when_silent
+from .._aio.silence import end_when_silent, retry_soon
 from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import is_same_user
 from .._port.strangers import Strangers, host_of
@@ -43,6 +44,7 @@ MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the
 MAX_KNOWN = 1 << 26  # bytes of one that is asked what it knows: it lists all members
 MAX_UNSENT = 1 << 23  # bytes to a worker that does not read; before further ones it is closed
 MAX_STRANGERS = 256  # connections that are no member's; beyond it one is closed
+MAX_WAITING = 64  # connections of a port that the event loop has not taken
 REGISTER_TIMEOUT = 5.0  # seconds
 RENEWALS = 4  # of the claim in the time of its lease
 RETRY_INTERVAL = 0.1  # seconds between two attempts to reach the place
@@ -82,6 +84,7 @@ class DirectoryServer:
         self._claim = claim
         self._silence = silence
         self._numbers = itertools.count()
+        self._accepted: deque[tuple[socket.socket, str]] = deque()
         self._streams: dict[int, Stream[FromWorker]] = {}
         self._strangers = Strangers(MAX_STRANGERS)
         self._unregistered: dict[int, asyncio.Task[None]] = {}
@@ -98,12 +101,18 @@ class DirectoryServer:
     def connect(self) -> socket.socket:
         """Return a socket that is connected, for the worker of this process."""
         ours, theirs = socket.socketpair()
-        self.accept(ours)
+        call_soon(self._loop, self._start, ours)
         return theirs
 
-    def accept(self, connected: socket.socket) -> None:
-        """Serve a worker at one end of a socket pair."""
-        call_soon(self._loop, self._start, connected)
+    def accept(self, connected: socket.socket, host: str = "") -> None:
+        """Serve a worker at a socket, or at one end of a socket pair; then it is on that host.
+
+        Only so many wait for the loop, as in the backlog of a socket that listens.
+        """
+        self._accepted.append((connected, host))
+        if len(self._accepted) > MAX_WAITING and (oldest := self._next_accepted()) is not None:
+            oldest[0].close()
+        call_soon(self._loop, self._take_accepted)
 
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
@@ -131,14 +140,26 @@ class DirectoryServer:
         for task in (renewing, *self._tasks):
             task.cancel()
         await asyncio.gather(renewing, *self._tasks, return_exceptions=True)
+        while (found := self._next_accepted()) is not None:
+            found[0].close()
         if self._claim is not None and leaving.done():
             self._claim.close()
 
-    def _start(self, accepted: socket.socket) -> None:
+    def _next_accepted(self) -> tuple[socket.socket, str] | None:
+        try:
+            return self._accepted.popleft()
+        except IndexError:  # the other thread may have taken the last one
+            return None
+
+    def _take_accepted(self) -> None:
+        if (found := self._next_accepted()) is not None:
+            self._start(*found)
+
+    def _start(self, accepted: socket.socket, host: str = "") -> None:
         close_on_fork(accepted)
         number = next(self._numbers)
         task = self._loop.create_task(self._talk(number, accepted))
-        self._strangers.add(number, _host_of(accepted), task.cancel)
+        self._strangers.add(number, host or _host_of(accepted), task.cancel)
         self._unregistered[number] = task
         self._tasks.add(task)
         task.add_done_callback(partial(self._end, number, accepted))
@@ -159,6 +180,7 @@ class DirectoryServer:
         if accepted.family != socket.AF_UNIX:
             # A link that is cut. Not a member whose event loop is blocked, or that is frozen.
             end_when_silent(accepted, self._silence)
+            retry_soon(accepted)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT):
                 stream.write(greeting(self._world))

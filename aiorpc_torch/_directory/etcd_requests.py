@@ -4,21 +4,25 @@ Requests go to etcd's JSON gateway, which etcd 3.4 and later has at its client p
 etcd3gw sends them; it is imported with the first request. Each request has a connection of its own:
 a connection that was kept may have been closed by the other end, which leaves the outcome unknown.
 
-Each request runs in a thread, which is given up after a time limit. The limits of `requests` hold
-for one step each: neither for the lookup of a name, nor for an answer that arrives slowly.
+Each request runs in a thread, which is given up after a time limit, and its connection closed. Only
+a thread that looks up a name goes on.
 """
 
 import functools
 import json
 import ssl
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .._aio.awaited import blocking_on
 from .._aio.threads import ThreadCache
 from .._text import printable
 from .etcd_place import PASSWORD_VARIABLE, URL_WITH_TLS, URL_WITH_USER, Member, Place
+
+if TYPE_CHECKING:
+    from .etcd_sessions import Sockets
 
 E = TypeVar("E", bound=BaseException)
 
@@ -123,48 +127,54 @@ class Cluster:
         self, member: Member, path: str, request: Request, seconds: float
     ) -> dict[str, Any]:
         """Run `_exchange` in a thread, which is given up after `seconds`."""
-        outcome: Future[dict[str, Any]] = Future()
+        from .etcd_sessions import Sockets
+
+        outcome, sockets = Future[dict[str, Any]](), Sockets()
+        exchange = functools.partial(self._exchange, member, path, request, sockets)
         try:
-            _threads(functools.partial(self._settle, outcome, member, path, request))
+            _threads(functools.partial(_settle, outcome, exchange))
         except RuntimeError as exc:  # the system has no more threads, or Python ends
             raise OSError(f"no request to etcd at {member}: {exc}") from exc
         try:
             return outcome.result(seconds)
         except TimeoutError:
             raise _silent() from None
+        finally:
+            sockets.close()
 
-    def _settle(
-        self, outcome: "Future[dict[str, Any]]", member: Member, path: str, request: Request
-    ) -> None:
-        try:
-            outcome.set_result(self._exchange(member, path, request))
-        except BaseException as exc:
-            outcome.set_exception(exc)
-
-    def _exchange(self, member: Member, path: str, request: Request) -> dict[str, Any]:
+    def _exchange(
+        self, member: Member, path: str, request: Request, sockets: "Sockets"
+    ) -> dict[str, Any]:
         """Log in, if there is a user, and send a request."""
         try:
-            token = self._log_in(member) if self._place.user else None
+            token = self._log_in(member, sockets) if self._place.user else None
         except _Failure as exc:
             exc.may_have_run = False
             raise
         try:
-            return _post(self._place, member, path, request, token)
+            return _post(self._place, member, path, request, token, sockets)
         except _Failure:
             # Not only if etcd says so: for a token that has run out, or that a restarted member
             # does not know, some etcds close the connection. (etcd's issues 15256 and 20332)
             self._token = None
             raise
 
-    def _log_in(self, member: Member) -> str:
+    def _log_in(self, member: Member, sockets: "Sockets") -> str:
         token = self._token  # another thread may drop it
         if token is None or time.monotonic() > self._token_end:
             login = {"name": self._place.user, "password": self._place.password}
-            answer = _post(self._place, member, "auth/authenticate", login, None)
+            answer = _post(self._place, member, "auth/authenticate", login, None, sockets)
             token = str(answer["token"])
             self._token_end = time.monotonic() + TOKEN_AGE
             self._token = token
         return token
+
+
+def _settle(outcome: "Future[dict[str, Any]]", exchange: Callable[[], dict[str, Any]]) -> None:
+    try:
+        outcome.set_result(exchange())
+    except BaseException as exc:
+        outcome.set_exception(exc)
 
 
 def require_extra() -> None:
@@ -176,14 +186,21 @@ def require_extra() -> None:
 
 
 def _post(
-    place: Place, member: Member, path: str, request: Request, token: str | None
+    place: Place,
+    member: Member,
+    path: str,
+    request: Request,
+    token: str | None,
+    sockets: "Sockets",
 ) -> dict[str, Any]:
     """Send one request to one member, and return its answer."""
     import requests
     from etcd3gw import Etcd3Client
     from etcd3gw.exceptions import Etcd3Exception
 
-    with requests.Session() as session:
+    from .etcd_sessions import Session
+
+    with Session(sockets) as session:
         # The environment's proxies and .netrc are for other servers. The latter's password would
         # replace the token.
         session.trust_env = False

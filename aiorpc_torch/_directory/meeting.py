@@ -354,7 +354,9 @@ def _listen_unix(name: str) -> socket.socket:
 
 def _connect_tcp(address: tuple[str, int]) -> socket.socket:
     with network.looking_up(address[0]):
-        found = socket.create_connection(address, _CONNECT_TIMEOUT)
+        socket.getaddrinfo(*address)
+    # It looks up once more. Its wait, which is for the network, would be blamed on the name.
+    found = socket.create_connection(address, _CONNECT_TIMEOUT)
     # Linux may choose the port that is asked for: such a socket is connected to itself, and rank 0
     # could not listen there.
     if found.getsockname() == found.getpeername():

@@ -21,6 +21,7 @@ from .._aio.awaited import blocking_on
 from .._aio.regular_files import open_regular, read_regular
 from .._torch.store import NoStoreError, StoreClient
 
+MAX_VALUE = 1 << 16  # bytes of a file: a record has some hundreds
 LOCK_TIMEOUT = 2.0  # seconds: a process holds the lock for less than a millisecond
 _LOCK_INTERVAL = 0.005  # seconds between two attempts
 
@@ -91,7 +92,7 @@ class FileValue:
 
     def _read(self) -> bytes | None:
         try:
-            return read_regular(self._path)
+            return read_regular(self._path, MAX_VALUE)
         except FileNotFoundError:
             self._check_folder()
             return None

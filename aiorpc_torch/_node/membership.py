@@ -37,7 +37,7 @@ from .._peers.peers import (
 from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.compat import RawFuture
-from .._torch.pipes import retry_soon_to
+from .._torch.pipes import send_again_to
 from .._torch.transport import (
     REACH_REMEDY,
     classify_error,
@@ -109,6 +109,7 @@ class Membership:
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cut: set[Peer] = set()  # those to which paths have carried nothing
 
     def start(self) -> None:
         """Start watching: the members are known."""
@@ -143,6 +144,7 @@ class Membership:
 
     def _on_proof(self, peer: Peer) -> None:
         peer.has_old_ping = False  # the proof is newer than the end
+        self._cut.add(peer)
         self.report(peer, Event.ANSWER)
 
     def on_disconnect(self, name: str, worker_id: int, error: RpcError) -> RpcError | None:
@@ -323,10 +325,11 @@ class Membership:
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
     def _check(self) -> None:
+        # First, and the paths last: an exception of one part must not end the watch.
+        self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
         awaited = self._node.awaited()
         if self._peers.is_attached:
             awaited &= self._node.linked()
-        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
         now = time.monotonic()
         if self._peers.end_answered_probes(now):
             self.wake()
@@ -335,11 +338,21 @@ class Membership:
             self._ping(peer)
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
-        # Perhaps a link is cut: then many are lost at once, and all descriptors are looked at once.
-        elsewhere = [peer.member.address for peer, _ in lost if self._peers.address_elsewhere(peer)]
-        if elsewhere:
-            retry_soon_to(elsewhere, self._peers.own.member.address)
-        self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
+        self._send_again({peer for peer, _ in lost})
+        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
+
+    def _send_again(self, lost: set[Peer]) -> None:
+        """Let TCP send again soon to peers that are lost now, and to those that are back.
+
+        Perhaps a link is cut: then many are lost at once, and all descriptors are looked at once.
+        """
+        known = self._peers.peers
+        self._cut = {each for each in self._cut | lost if known.get(each.name) is each}
+        back = {each for each in self._cut if each.state is State.ALIVE}
+        elsewhere = [*filter(None, map(self._peers.address_elsewhere, lost | back))]
+        own = self._peers.own.member
+        if not elsewhere or not send_again_to(elsewhere, own.endpoint or own.address):
+            self._cut -= back
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:
         text = f"no sign of life for {seconds:.3g} s"

@@ -21,7 +21,7 @@ from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
-from .._aio.silence import end_when_silent, probe_when_idle
+from .._aio.silence import end_when_silent, probe_when_idle, retry_soon
 from .._aio.unix_sockets import BACKLOG
 from .purposes import (
     CALLS,
@@ -61,8 +61,8 @@ judges silence."""
 _SILENCE = {DIRECTORY: DIRECTORY_SILENCE, TORCH: TORCH_SILENCE}
 
 Accepted = Callable[..., object]
-"""Takes a connected socket, on the event loop of the port. For calls by TLS it takes the settings
-too by which asyncio uses that socket."""
+"""Takes a connected socket, on the event loop of the port. By TLS it takes more: for calls the
+settings by which asyncio uses that socket, for the directory the address of the host."""
 
 
 class Port:
@@ -101,7 +101,10 @@ class Port:
         return f"[{self.host}]:{self.number}" if ":" in self.host else f"{self.host}:{self.number}"
 
     def serve(self, purpose: str, accepted: Accepted) -> None:
-        """Hand over connections: for the directory one end of a socket pair, else the socket."""
+        """Hand over connections: the socket.
+
+        For the directory by TLS: one end of a socket pair, and the address of the other host.
+        """
         self._handlers[purpose] = accepted
 
     def listen_for_directory(self, listening: Sequence[socket.socket]) -> None:
@@ -225,12 +228,17 @@ class Port:
                 if purpose == TENSORS or (purpose == CALLS and self.tls is None):
                     self._handler(purpose)(accepted)
                     return
+                if purpose == DIRECTORY and self.tls is None:
+                    handler = self._handler(purpose)
+                    accepted.send(_READY)  # there is room in a new socket
+                    handler(accepted)
+                    return
                 if purpose == CALLS:
                     handler = self._handler(purpose)
                     handler(accepted, (await self._secured(accepted)).settings())
                     return
                 stream = await self._proven(accepted)
-                local = await self._local_end(purpose)
+                local = await self._local_end(purpose, host)
         except (OSError, ValueError) as exc:  # also a TimeoutError
             self.log_refusal(host, exc)
             if self.tls is not None and isinstance(exc, ValueError):
@@ -241,10 +249,12 @@ class Port:
         # replaces one, so a member's must not be closed in favour of others.
         self._strangers.remove(asyncio.current_task())
         with accepted, local:
-            end_when_silent(accepted, _SILENCE[purpose])
+            _limit_silence(accepted, purpose)
             with contextlib.suppress(OSError):
                 await stream.send(_READY)
-            await splice(stream, PlainStream(local))
+            # The directory closes what it refuses: that would be counted by nothing meanwhile.
+            linger = 0.0 if purpose == DIRECTORY else LINGER
+            await splice(stream, PlainStream(local), linger)
 
     async def _purpose_of(self, accepted: socket.socket) -> str:
         pause, needed = 0.001, MAX_FIRST if self.tls else PREFACE
@@ -278,13 +288,13 @@ class Port:
                 raise ConnectionResetError("it has ended") from exc
         return stream
 
-    async def _local_end(self, purpose: str) -> socket.socket:
-        """Return the socket to which a connection is spliced."""
+    async def _local_end(self, purpose: str, host: str) -> socket.socket:
+        """Return the socket to which a connection from a host is spliced."""
         if purpose == DIRECTORY:
             handler = self._handler(purpose)
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
-            handler(theirs)
+            handler(theirs, host)
             return ours
         if self.torch is None:
             raise ConnectionRefusedError("torch's RPC has not started")
@@ -329,8 +339,7 @@ class Port:
 
     async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
         prepare(connected)
-        if purpose in _SILENCE:
-            end_when_silent(connected, _SILENCE[purpose])
+        _limit_silence(connected, purpose)
         if self.tls is None:
             stream = PlainStream(connected)
             await stream.send(preface(purpose))
@@ -346,6 +355,13 @@ class Port:
         ours.setblocking(False)
         self._start(splice(stream, PlainStream(ours)))
         return theirs
+
+
+def _limit_silence(connected: socket.socket, purpose: str) -> None:
+    if purpose in _SILENCE:
+        end_when_silent(connected, _SILENCE[purpose])
+    if purpose == DIRECTORY:  # torch's are as if they were its own (`_torch.pipes`)
+        retry_soon(connected)
 
 
 def _send_alert(accepted: socket.socket) -> None:

@@ -168,15 +168,15 @@ class _GoingOn:
                 self._outgoing.write(self._unsent.read())
 
 
-async def splice(one: PlainStream, other: PlainStream) -> None:
-    """Send what either receives by the other, until one ends and the other one has, or lingers.
+async def splice(one: PlainStream, other: PlainStream, linger: float = LINGER) -> None:
+    """Send what either receives by the other, until one has ended for `linger` seconds, or both.
 
     Both sockets are closed then.
     """
     copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((one, other), (other, one))]
     try:
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(copies, timeout=LINGER)
+        await asyncio.wait(copies, timeout=linger)
     finally:
         for each in copies:
             each.cancel()

@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,6 +130,8 @@ class Server:
         self, caller: Party, connection: int, purpose: int, sock: socket.socket
     ) -> None:
         """Use a proven socket for tensors of an open session, or close it."""
+        if (peer := self._members.get(caller.name, caller.worker_id)) is not None:
+            peer.last_heard = time.monotonic()  # no other path may work
         if (session := self.sessions.get((caller.name, caller.worker_id, connection))) is None:
             sock.close()
         else:

@@ -212,8 +212,8 @@ class SendState(Generic[C]):
 
     def begin_copy(self, call: C) -> None:
         """Let later calls of the same object wait until the copy of a taken call has ended."""
-        self._unsent[call.number] = call
         self._copies.open(call.number, self._object_of(call))
+        self._unsent[call.number] = call
 
     def end_copy(self, call: C) -> bool:
         """Queue a copied call again, to be sent; return False if it was cancelled meanwhile."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, batched, remote
+from aiorpc_torch._carrier import tensor_sockets
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import connection, drop_connection, settled
 from tests.support.raw_connections import Tap
@@ -212,15 +213,24 @@ async def test_the_connection_ends_while_tensors_are_sent(shelf: Shelf, line: Li
 async def test_sockets_that_cannot_be_opened(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Torch carries the tensors."""
-    refuse_sockets(monkeypatch, what)
+    """Torch carries the tensors, until they are opened: the peer was frozen, say."""
+    is_over: list[bool] = []
+    monkeypatch.setattr(tensor_sockets, "OPEN_PAUSE", 0.01)
+    refuse_sockets(monkeypatch, what, lambda: bool(is_over))
     shelf.kept.append(torch.ones(LARGE))
     for _ in range(2):
         found = await remote(RRef(shelf)).echo(torch.ones(LARGE))
         assert torch.equal(found, torch.ones(LARGE))
         assert torch.equal(await remote(RRef(shelf)).get(0), torch.ones(LARGE))
-    found = connection("main")
-    assert (found.carrier if what == "arguments" else found.result_carrier) == "torch"
+
+    def carrier() -> str:
+        found = connection("main")
+        return found.carrier if what == "arguments" else found.result_carrier
+
+    assert carrier() == "torch"
+    is_over.append(True)
+    await until(lambda: carrier() == "sockets")
+    assert torch.equal(await remote(RRef(shelf)).echo(torch.ones(LARGE)), torch.ones(LARGE))
 
 
 @pytest.mark.promise("sockets.values")

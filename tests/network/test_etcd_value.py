@@ -400,16 +400,34 @@ def test_a_name_that_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
         value.read()
 
 
-def test_an_answer_that_never_ends() -> None:
-    """A byte now and then holds no call up."""
-    ends = threading.Event()
+HEAD = b"HTTP/1.0 200 OK\r\nX: "
+BODY = b"HTTP/1.0 200 OK\r\nContent-Length: 100000000000\r\n\r\n{"
+
+
+@pytest.mark.parametrize(
+    ("first", "more", "pause"),
+    [
+        (HEAD, b"x", 0.05),
+        (BODY, b" ", 0.05),
+        (BODY, bytes(1 << 20), 0.0),
+    ],
+    ids=["head", "body", "large"],
+)
+def test_an_answer_that_never_ends(first: bytes, more: bytes, pause: float) -> None:
+    """A byte now and then, or many, hold no call up. No connection of it is left, nor memory."""
+    began, ended, sent = threading.Semaphore(0), threading.Semaphore(0), list[int]()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            began.release()
+            written = 0
             with contextlib.suppress(OSError):
-                self.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
-                while not ends.wait(0.05):
-                    self.wfile.write(b"x")
+                self.wfile.write(first)
+                while True:
+                    written += self.wfile.write(more)
+                    time.sleep(pause)
+            sent.append(written)
+            ended.release()
 
         def log_message(self, *args: object) -> None:
             pass
@@ -421,7 +439,9 @@ def test_an_answer_that_never_ends() -> None:
         with pytest.raises(OSError, match="no answer from etcd"):
             EtcdValue(f"etcd://127.0.0.1:{server.server_address[1]}/world").swap(b"1", b"2")
         assert time.monotonic() - begin < CALL_TIMEOUT + SLACK
-        ends.set()
+        while began.acquire(blocking=False):
+            assert ended.acquire(timeout=START)
+        assert max(sent) < 1 << 25  # what the system buffers
         server.shutdown()
         thread.join()
 

@@ -357,6 +357,24 @@ LONG_CUT = 4 * SLACK
 
 
 @pytest.mark.slow
+@pytest.mark.promise("worlds.cut")
+async def test_an_interface_that_is_down_for_long(machines: tuple[Machine, Machine]) -> None:
+    """What could not be sent at all is sent later: torch's connections do not end."""
+    async with both(machines, "cut", cuts=1, init_method=WHERE, interface=LINK) as nodes:
+        for node in nodes:
+            await node.hears("ready")
+        assert (await nodes[0].hears("called"))[0] == 420
+        await nodes[0].hears("waiting")
+        cut_at = time.monotonic()
+        machines[0].unplug()
+        await check_lost(nodes[0])
+        await asyncio.sleep(LONG_CUT)  # what is measured
+        machines[0].plug()
+        await check_resumed(nodes[0], time.monotonic() - cut_at)
+        await check_left(nodes)
+
+
+@pytest.mark.slow
 @pytest.mark.promise("worlds.address")
 async def test_a_host_that_keeps_another_address(machines: tuple[Machine, Machine]) -> None:
     """Calls to it end in time, those from it work, and a replacement process there is called."""
@@ -456,6 +474,7 @@ async def test_a_router_forgets_all_connections(port: int | None) -> None:
                 for _ in range(2):
                     tries, seconds = await node.hears("works")
                     assert tries[-1].startswith(("0", "1", "tensor")), tries
+                    assert not any(each.startswith("WorkerLost") for each in tries), tries
                     assert seconds < PATH_HEARTBEAT + 1 + SLACK
             way.drops = lambda _: False
             await check_left(nodes)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -56,12 +57,12 @@ def give_no_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory.ReceiveMemory, "take", none_left)
 
 
-def refuse_sockets(patch: pytest.MonkeyPatch, what: str) -> None:
-    """Let no socket be opened for "arguments" or "results", as a firewall does."""
+def refuse_sockets(patch: pytest.MonkeyPatch, what: str, is_over: Callable[[], bool]) -> None:
+    """Let no socket be opened for "arguments" or "results" until then, as a firewall does."""
     dial, purpose = introduction.Introductions.dial, {"arguments": ARGUMENTS, "results": RESULTS}
 
     async def fail(self: Any, peer: Any, number: int) -> socket.socket:
-        if read_number(number)[1] == purpose[what]:
+        if read_number(number)[1] == purpose[what] and not is_over():
             raise RpcError("a firewall")
         return await dial(self, peer, number)
 

@@ -3,11 +3,13 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from aiorpc_torch._aio.tasks import InlineFuture
+from aiorpc_torch._client import connection, sender
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.pending import cancel, expire
 from aiorpc_torch._client.stream_reader import StreamReader
@@ -516,6 +518,34 @@ async def test_a_ping_that_is_not_answered_and_a_proof_that_is(
     assert near.fileno() == -1
 
 
+@pytest.mark.promise("worlds.path")
+async def test_a_silent_peer_proves_itself_in_time(
+    far: FarPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ping asks at a new socket too, unless the peer is heard: all paths may be forgotten."""
+    await far.connect_and_call()
+    dialled: list[int] = []
+
+    class Introducer:
+        async def dial(self, peer: Peer, number: int) -> socket.socket:
+            dialled.append(number)
+            return socket.socket()
+
+    monkeypatch.setattr(far.connection, "_introductions", Introducer())
+    monkeypatch.setattr(connection, "KNOCK_DELAY", 0.0)
+    for _ in range(2):
+        far.connection.ping()
+    async with asyncio.timeout(SOON):
+        await far.observed.probed.wait()
+    assert dialled == [number_for(1, ARGUMENTS)]
+    far.connection.ping()
+    far.peer.last_heard += 1.0
+    knocking: Any = far.connection._knocking
+    async with asyncio.timeout(SOON):
+        await knocking
+    assert len(dialled) == 1
+
+
 @pytest.mark.promise("worlds.closed")
 async def test_the_loop_ends_while_the_peer_is_judged(far: FarPair) -> None:
     """Whatever cancels the tasks of a loop ends the calls, and later ones take another connection.
@@ -587,3 +617,23 @@ async def test_what_is_written_after_an_abort_is_not_sent(far: FarPair) -> None:
     next_one.answer(number, "done")
     async with asyncio.timeout(SOON):
         assert await future == "done"
+
+
+async def test_a_large_call_of_a_world_that_was_left(
+    far: FarPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made before, and the connection opens later: the call fails, and nothing else does."""
+
+    def left(_: object) -> NoReturn:
+        raise ReferenceError("this RRef is of a world that this process has left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sender, "slot_key", left)
+        _, large = far.call(torch.ones(1 << 18))
+        number, small = far.call("small")
+        await far.connect()
+        assert isinstance(await error_of(large), NotInWorld)
+    assert (await far.frame())[0] == CALLS
+    far.answer(number, "done")
+    async with asyncio.timeout(SOON):
+        assert await small == "done"

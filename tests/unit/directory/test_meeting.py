@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from aiorpc_torch._aio.awaited import awaited
 from aiorpc_torch._directory import meeting
 from aiorpc_torch._directory.meeting import Listening, Meeting, Seen
 from aiorpc_torch._directory.record import Record
@@ -149,3 +150,25 @@ def test_a_socket_that_is_connected_to_itself(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConnectionRefusedError):
         Meeting(f"tcp://{address[0]}:{address[1]}").connect()
     socket.create_server(address).close()
+
+
+def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lookup of a name is blamed: the network is waited for."""
+    waited: list[str] = []
+    token = awaited.set(waited)
+    looked_up: list[object] = []
+
+    def lookup(*_: object) -> None:
+        looked_up.append([*waited])
+
+    def connect(*_: object) -> None:
+        assert waited == []
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(TimeoutError):
+        meeting._connect_tcp(("192.0.2.1", 29500))
+    [[text]] = looked_up
+    assert text.startswith("the lookup of the name '192.0.2.1' does not end")
+    awaited.reset(token)

@@ -101,6 +101,15 @@ def test_a_lock_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_of_another_program(tmp_path: Path) -> None:
+    """However large it is, little of it is read."""
+    path = tmp_path / "value"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match=r"value has more than 65536 bytes: remove it, or give"):
+        FileValue(path).read()
+
+
 def test_what_is_removed_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two remove it at once, and one may end at any step: it makes no lock behind the other."""
     value, made = FileValue(tmp_path / "value"), list[Path]()

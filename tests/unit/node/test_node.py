@@ -391,6 +391,30 @@ async def test_the_error_for_silence() -> None:
         assert found.reason == "no sign of life for 8.74 s"
 
 
+@pytest.mark.promise("lost.frozen")
+async def test_no_error_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of it that fails each time leaves the others: the peer that is silent is lost."""
+    async with two_ends() as ends:
+        node, raised = ends.near, list[Exception]()
+        monkeypatch.setattr(node.membership, "_heartbeat", 0.08)
+        monkeypatch.setattr(node.membership, "_ping", lambda _: None)
+
+        def fail(_: float) -> None:
+            raise OSError("for this test")
+
+        monkeypatch.setattr(node, "check_paths", fail)
+        node.membership._loop.set_exception_handler(
+            lambda _, each: raised.append(each["exception"])
+        )
+        running = asyncio.ensure_future(call("far", gated, 1))
+        await ends.gate.wait_for()
+        node.membership.start()
+        with pytest.raises(WorkerLost, match="no sign of life"):
+            async with asyncio.timeout(SOON):
+                await running
+        assert len(raised) > 2
+
+
 class Failed:
     """The answer to a ping that torch could not send."""
 

@@ -1,7 +1,9 @@
 """Connections for calls to a listener with one port, on both event loops."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ class Echo(Channel):
     def on_close(self, reason: str, detail: str) -> None: ...
     def on_end(self, error: Exception | None) -> None: ...
     def flush(self) -> None: ...
+    def has_work(self) -> bool:
+        return True
+
     def pause_writing(self) -> None: ...
     def resume_writing(self) -> None: ...
 
@@ -49,8 +54,9 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def exchange(mine: Tls | None, theirs: Tls | None) -> None:
-    """Connect, send frames both ways, and close."""
+@contextlib.asynccontextmanager
+async def connected(mine: Tls | None, theirs: Tls | None) -> AsyncIterator[tuple[Echo, Echo]]:
+    """Connect both ends."""
     port = Port("127.0.0.1", 0, theirs)
     sessions: list[Echo] = []
 
@@ -69,6 +75,15 @@ async def exchange(mine: Tls | None, theirs: Tls | None) -> None:
 
     try:
         await _dial(addresses.tcp, credentials, 1, start, never, Dialer(mine))
+        yield near, sessions[0]
+    finally:
+        listener.close()
+        await asyncio.to_thread(port.close)
+
+
+async def exchange(mine: Tls | None, theirs: Tls | None) -> None:
+    """Connect, send frames both ways, and close."""
+    async with connected(mine, theirs) as (near, far):
         frames = [(CALLS, bytes([size % 256]) * size) for size in (0, 1, 70_000, 1_000_000)]
         for kind, data in frames:
             near.send(kind, data)
@@ -76,10 +91,7 @@ async def exchange(mine: Tls | None, theirs: Tls | None) -> None:
             assert [await near.got.get() for _ in frames] == frames
             near.close("left")
             await near.ended.wait()
-            await sessions[0].ended.wait()
-    finally:
-        listener.close()
-        await asyncio.to_thread(port.close)
+            await far.ended.wait()
 
 
 async def test_frames_in_clear_text() -> None:
@@ -125,3 +137,14 @@ async def test_a_certificate_that_has_expired(
 async def test_clear_text_where_tls_is_used(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError):
         await exchange(None, Authority(tmp_path).tls())
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_look_at_the_path_of_a_connection_that_ends(tmp_path: Path, has_tls: bool) -> None:
+    """At any moment: asyncio's TLS has no socket any more before it tells of the end."""
+    tls = Authority(tmp_path).tls() if has_tls else None
+    async with connected(tls, tls) as (near, far), asyncio.timeout(SOON):
+        far.abort()
+        while not near.ended.is_set():
+            near.check_path(SOON)
+            await asyncio.sleep(0)

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio.loops import await_on
+from aiorpc_torch._directory import directory_server
+from aiorpc_torch._directory.directory_server import DirectoryServer
 from aiorpc_torch._port import port as module
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import CALLS, DIRECTORY, TENSORS, TORCH, preface, server_name
@@ -22,6 +24,7 @@ from aiorpc_torch._port.tls import Tls, TlsError
 from tests.support.certificates import Authority
 
 SOON = 30.0
+WORLD = "0" * 32
 
 
 @contextlib.contextmanager
@@ -55,7 +58,7 @@ def is_closed(sock: socket.socket) -> bool:
 async def echo_at(port: Port) -> None:
     """Let a port's directory return what it gets."""
 
-    def serve(connected: socket.socket) -> None:
+    def serve(connected: socket.socket, *_: str) -> None:
         connected.setblocking(False)
         asyncio.get_running_loop().create_task(answer(connected))
 
@@ -159,6 +162,35 @@ async def test_there_are_only_so_many_strangers(
             each.close()
 
 
+@pytest.mark.promise("security.directory")
+async def test_strangers_who_ask_for_the_directory(
+    tls: Tls | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, few descriptors are theirs. They are told apart by their hosts."""
+    most, many = 4, 60
+    monkeypatch.setattr(directory_server, "MAX_STRANGERS", most)
+    server = DirectoryServer(WORLD, [])
+    with ports(tls, tls) as (_, far), contextlib.ExitStack() as stack:
+        far.serve(DIRECTORY, server.accept)
+        strangers = []
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(many):
+            each = dial(far)
+            if tls is None:
+                each.sendall(preface(DIRECTORY))
+            else:
+                name = server_name(DIRECTORY)
+                each = await asyncio.to_thread(tls.client.wrap_socket, each, server_hostname=name)
+            strangers.append(stack.enter_context(each))
+        for each in strangers[:-most]:
+            assert await asyncio.to_thread(is_closed, each)
+        used = len(os.listdir("/proc/self/fd")) - before - many
+        assert used <= (1 if tls is None else 3) * most
+        hosts = {host for host, _ in server._strangers._all.values()}
+        assert hosts == {"127.0.0.1"}
+    await asyncio.to_thread(server.close)
+
+
 async def test_a_stranger_has_only_so_much_time(
     tls: Tls | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,21 +228,24 @@ async def test_certificates_that_are_refused(
 async def test_a_silent_end_is_given_up(
     tls: Tls | None, monkeypatch: pytest.MonkeyPatch, purpose: str, seconds: int
 ) -> None:
-    """At both ends of what passes; torch's after a longer cut, since it does not connect again."""
+    """At both ends of what passes; torch's after a longer cut, since it does not connect again.
+
+    Without TLS nothing passes to the directory: it has the socket, and its own limit.
+    """
     limits: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     splice = module.splice
 
-    async def note(one: PlainStream, other: PlainStream) -> None:
+    async def note(one: PlainStream, other: PlainStream, *linger: float) -> None:
         options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE
         limits.put([one.sock.getsockopt(socket.IPPROTO_TCP, each) for each in options])
-        await splice(one, other)
+        await splice(one, other, *linger)
 
     monkeypatch.setattr(module, "splice", note)
     with ports(tls, tls) as (near, far), socket.create_server(("127.0.0.1", 0)) as torch:
         await echo_at(far)
         far.torch = torch.getsockname()
         with await near.secure(dial(far), purpose, "far"):
-            for _ in range(2):
+            for _ in range(1 if purpose == DIRECTORY and tls is None else 2):
                 assert limits.get(timeout=SOON) == [1000 * seconds, min(60, seconds / 2)]
 
 
