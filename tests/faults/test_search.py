@@ -22,7 +22,13 @@ ALWAYS = ("cancel", "torch raises", "watching raises", "socket fails", "no memor
 IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
 ON_SOCKETS = {"large result over sockets"}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
-LEFT = {"weights joined and recovered", "weights by a relay", "weights written into"}  # to the rest
+LEFT = {  # to the rest
+    "calls on routes",
+    "streams on routes",
+    "weights by a relay",
+    "weights joined and recovered",
+    "weights written into",
+}
 SAMPLE = 20  # steps in `make test` of a case, evenly spread
 STARTING = 5  # the same of a case in which a world starts for each step
 LEAVING = 25  # the same in the rest, of a case on tensor sockets

@@ -133,6 +133,7 @@ async def enter(limit: StalenessLimit) -> str:
 
 
 @pytest.mark.promise("training.handed_over", "training.tickets")
+@pytest.mark.slow
 def test_a_limit_that_leaves() -> None:
     """A rollout that runs ends in order; one that waits for a ticket ends at once."""
     assert aiorpc.run_local(hold_a_ticket, 2) == "StalenessLimit.ticket"

@@ -105,6 +105,7 @@ async def test_two_locks_over_three_workers(workers: Any) -> None:
 
 
 @pytest.mark.promise("standing.deadlock")
+@pytest.mark.slow
 async def test_two_exclusive_objects(workers: Any) -> None:
     """Each has its turn and waits for the other's."""
     await workers(["a", "b"])
@@ -122,6 +123,7 @@ async def test_two_exclusive_objects(workers: Any) -> None:
 
 
 @pytest.mark.promise("standing.where")
+@pytest.mark.slow
 async def test_a_chain_over_three_workers(workers: Any) -> None:
     await workers(["a", "b", "c"])
     first, *rest = [await create(each, Part) for each in ("a", "b", "c")]
@@ -191,6 +193,7 @@ async def test_a_warning_of_long_waits(workers: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.promise("standing.where")
+@pytest.mark.slow
 def test_from_synchronous_code() -> None:
     with aiorpc.in_thread(aiorpc.local_world(["a"])) as me:
         part = me.run(create("a", Part))

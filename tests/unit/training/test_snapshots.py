@@ -121,7 +121,7 @@ def test_tensors_around_tensors_are_pickled() -> None:
 
 
 @pytest.mark.promise("training.unchanged")
-@given(st.lists(st.sets(st.integers(0, 5)), max_size=30))
+@given(st.lists(st.sets(st.integers(0, 5)), max_size=12))
 def test_versions_after_each_other(steps: list[set[int]]) -> None:
     """Whatever changes in each: they are as they were published, and keep few blocks."""
     memory = Memory()
