@@ -53,16 +53,24 @@ def _place_in_module(tree: Any, module: nn.Module, *, copy: bool) -> None:
 def _assign(tree: Any, targets: Mapping[str, Any], *, copy: bool) -> None:
     _check(tree, targets)
     with torch.no_grad():
-        for name, each in targets.items():
-            target, value = local(each), tree[name]
+        pairs = [(name, each, local(each), tree[name]) for name, each in targets.items()]
+        copied = {name for name, *given in pairs if copy or _is_copied(*given)}
+        for name, _, target, _ in pairs:
+            if name in copied and target.dim() and 0 in target.stride() and target.numel() > 1:
+                raise ValueError(f"{name!r} of `into` is expanded: nothing can be copied into it")
+        for name, _, target, value in pairs:
             # The version's own memory, where it fits: nothing is copied, and an earlier graph that
-            # refers to the old tensor stays valid. Shared memory stays, for the other processes.
-            is_same = value.dtype == target.dtype and value.device == target.device
-            is_own = target is each and not (target.is_cpu and target.is_shared())
-            if is_same and is_own and not copy:
+            # refers to the old tensor stays valid.
+            if name not in copied:
                 target.data = value
             else:  # torch notices if an earlier graph needs the old values, unless it cannot
                 (target.data if target.is_inference() else target).copy_(value)
+
+
+def _is_copied(given: Any, target: Tensor, value: Tensor) -> bool:
+    """Return whether the memory that is there stays: a DTensor's, or one that is shared."""
+    is_same = value.dtype == target.dtype and value.device == target.device
+    return not is_same or target is not given or (target.is_cpu and target.is_shared())
 
 
 def _check(tree: Any, targets: Mapping[str, Any]) -> None:

@@ -22,6 +22,9 @@ from .shards import Box, Wanted, has_all, union
 from .snapshots import Snapshot
 from .waiting import ends_at_leave
 
+IDLE = 60.0
+"""Seconds after which the version that is held is dropped unless a follower asks for one."""
+
 Key = tuple[str, int, frozenset[tuple[str, Box | None]]]
 """A transfer: the publisher's method, its number, and what is wanted."""
 
@@ -78,6 +81,7 @@ class Relay:
         self._wanted: Wanted | None = None  # by all followers; None before the first
         self._transfers: dict[Key, asyncio.Task[None]] = {}
         self._waiting: Counter[asyncio.Task[None]] = Counter()
+        self._idle: asyncio.TimerHandle | None = None
 
     @ends_at_leave
     async def after(self, seen: int, has: Collection[str], wanted: Wanted) -> Version:
@@ -95,6 +99,8 @@ class Relay:
     async def _answer(
         self, method: str, number: int, has: Collection[str], wanted: Wanted
     ) -> Version:
+        if self._idle is not None:
+            self._idle.cancel()
         self._wanted = dict(wanted) if self._wanted is None else union(self._wanted, wanted)
         while (found := self._find(method, number, wanted)) is None:
             # Also of another follower's number: the publisher learns from it what was seen.
@@ -118,6 +124,9 @@ class Relay:
                 del self._waiting[task]
                 self._forget(key, task)
                 task.cancel()
+            if not self._transfers:  # its followers may have left
+                loop = asyncio.get_running_loop()
+                self._idle = loop.call_later(IDLE, self._held.clear)
 
     def _forget(self, key: Key, task: "asyncio.Task[None] | None") -> None:
         if self._transfers.get(key) is task:

@@ -241,6 +241,8 @@ class _Reader(pickle.Unpickler):
 
 def checksum(data: Tensor, before: int = 0) -> int:
     """Return the CRC-32 of bytes, uint8 [n]: 3.6 GB/s, while other threads run."""
+    if not data.nbytes:  # zlib would begin anew at a null pointer
+        return before
     memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
     return zlib.crc32(memory, before)
 

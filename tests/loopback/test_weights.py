@@ -12,7 +12,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, WorkerLost, register, remote, timeout
-from aiorpc_torch.training import Follower, Weights, follow, recover, snapshots
+from aiorpc_torch.training import Follower, Weights, follow, recover, relays, snapshots
 from aiorpc_torch.training.relays import Version
 from tests.support.copies_inside import count_copies
 from tests.support.followers import Net
@@ -489,3 +489,21 @@ async def test_a_publisher_that_is_lost_once_more(following: Following) -> None:
     weights.losses = 2
     await policy._receiver._find_again(WorkerLost("main", "its process has died"))
     assert weights.losses == 0
+
+
+async def test_a_relay_drops_what_is_not_asked_for(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower that comes later receives it again."""
+    monkeypatch.setattr(relays, "IDLE", 0.0)
+    weights = published(2.0)
+    first = Follower("policy", "main", None, host="other")
+    await first._begin()
+    _, name = await weights.source("other", "main")
+    relay = (await aiorpc.lookup(name)).local_value()
+    assert relay._held
+    await first.aclose()
+    await until(lambda: not relay._held)
+    async with Follower("policy", "main", None, host="other") as late:
+        await late._begin()
+        assert late.state["layers.0.bias"].tolist() == [2.0] * 8

@@ -157,6 +157,15 @@ def test_what_does_not_fit_changes_nothing(tree: Any, text: str) -> None:
     assert not tensors["a"].any()
 
 
+def test_an_expanded_tensor_changes_nothing() -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(1).expand(3)}
+    with pytest.raises(ValueError, match="'b' of `into` is expanded: nothing can be copied"):
+        place({"a": torch.ones(2), "b": torch.ones(3)}, tensors, copy=True)
+    assert not tensors["a"].any()
+    place({"a": torch.ones(2), "b": torch.ones(3)}, tensors)
+    assert tensors["b"].tolist() == [1, 1, 1]
+
+
 async def test_a_forward_in_a_thread_sees_one_version() -> None:
     entered, leave, log = threading.Event(), threading.Event(), list[str]()
 

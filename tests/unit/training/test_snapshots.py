@@ -157,3 +157,15 @@ def test_what_was_changed_here() -> None:
         assert received.changed() == received.kept
         tensor[[one, other]] = tensor[[other, one]]
         assert not received.changed()
+
+
+@pytest.mark.promise("training.recover")
+@pytest.mark.parametrize("size", [1, 100, 600, 2000])
+@pytest.mark.parametrize("end", [0, -1])
+def test_a_sample_tells_of_both_ends_of_each_tensor(size: int, end: int) -> None:
+    tensors = [torch.ones(3), torch.ones(size), torch.empty(0), torch.ones(5)]
+    for index in (0, 1, 3):
+        taken = snapshot(tensors)
+        assert taken.is_intact
+        taken.load()[index][end] = 7.0
+        assert not taken.is_intact
