@@ -182,7 +182,7 @@ def call_at(
     foresee: Callable[..., object],
     expire: Callable[..., object],
     *args: Any,
-) -> asyncio.TimerHandle | _BlockDeadline:
+) -> "asyncio.TimerHandle | ForeseenTimer | _BlockDeadline":
     """Call `foresee` shortly before a deadline, `seconds` from now, and `expire` at it.
 
     For the call that the current task waits for; `expire` ignores one that has ended. A task that
@@ -192,20 +192,9 @@ def call_at(
     if type(due) is _BlockDeadline and due.task is asyncio.current_task(loop) and not due.call:
         due.call = foresee, expire, args
         return due
-    if not (notice := notice_of(seconds)):
+    if not notice_of(seconds):
         return loop.call_later(seconds, expire, *args)
-    return loop.call_later(seconds - notice, _foresee, loop, due, foresee, expire, args)
-
-
-def _foresee(
-    loop: asyncio.AbstractEventLoop,
-    due: float,
-    foresee: Callable[..., object],
-    expire: Callable[..., object],
-    args: Any,
-) -> None:
-    loop.call_later(due - time.monotonic(), expire, *args)
-    foresee(*args)
+    return ForeseenTimer(seconds, lambda _: foresee(*args), lambda _: expire(*args))
 
 
 class ForeseenTimer:

@@ -52,6 +52,9 @@ class Chain(NamedTuple):
     future: Any
 
 
+_STEPS = {"async_generator_asend", "async_generator_athrow", "anext_awaitable"}
+
+
 def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
     """Yield a coroutine and what it awaits with their frames, the outermost first."""
     while awaited is not None:
@@ -62,7 +65,10 @@ def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
         if (names := _NAMES.get(type(awaited))) is None:
             if isinstance(awaited, asyncio.Future):
                 return
-            # A step of an asynchronous generator refers to the generator.
+            # A step of an asynchronous generator refers to the generator. What else refers to one
+            # may be awaited by it: there would be no end.
+            if type(awaited).__name__ not in _STEPS:
+                return
             inside = (each for each in gc.get_referents(awaited) if inspect.isasyncgen(each))
             if (awaited := next(inside, None)) is None:
                 return

@@ -269,7 +269,9 @@ class _Running(MemberCalls):
         try:
             place = await route.ready()
             self._send(*self._prepare(position, place))
-        except Exception as exc:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as exc:  # of the factory of a supervised object
             # Later: the outcome may resume the task of the call, and this is one, too.
             self._loop.call_soon(self._on_failure, position, exc)
         self._tasks.pop(position, None)

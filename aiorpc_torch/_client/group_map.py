@@ -4,6 +4,7 @@
 follows. `_MapRun` acts: a task takes the items, and callbacks note the answers.
 """
 
+import asyncio
 import functools
 from collections.abc import (
     AsyncIterable,
@@ -399,7 +400,9 @@ class _MapRun(MemberCalls):
     async def _await_return(self, number: int, wait: Callable[[], Awaitable[object]]) -> None:
         try:
             await wait()
-        except Exception as exc:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as exc:  # of the factory of a supervised object
             self._schedule.give_up(number, exc)
         else:
             self._schedule.restore(number)

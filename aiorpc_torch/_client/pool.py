@@ -38,7 +38,7 @@ _LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer
 """A weak reference to a loop, and its connections."""
 
 
-MOST_OUTGOING = 10_000  # calls of one connection that are looked at
+MOST_OUTGOING = 1_000  # calls of one connection that are looked at
 
 
 class Outgoing(NamedTuple):

@@ -38,6 +38,8 @@ from .pending import ReplyReceiver
 MAX_ASKED = 16  # questions without an answer
 KEPT = 1.0  # seconds that the answer for a call which is about to time out is kept
 
+LATE_INTERVAL = 0.1  # seconds between two questions for calls that will time out
+
 Answer = Callable[[Sequence[Node]], None]
 
 
@@ -67,6 +69,7 @@ class Questions:
         self._is_looking = False  # by torch RPC
         self._loop_lines: Sequence[Line] = ()  # at which the event loop of the peer stands
         self._late_soon: dict[int, float] = {}
+        self._next_late = 0.0
         self._known: dict[int, Sequence[Node]] = {}
 
     def ask(
@@ -150,11 +153,13 @@ class Questions:
     def foresee(self, number: int, seconds: float) -> None:
         """Ask where a call stands that times out in `seconds`; many calls share a question."""
         if not self._late_soon:
-            asyncio.get_running_loop().call_soon(self._ask_for_late)
+            wait = max(0.0, self._next_late - time.monotonic())
+            asyncio.get_running_loop().call_later(wait, self._ask_for_late)
         if len(self._late_soon) < MOST_CALLS:
             self._late_soon[number] = seconds
 
     def _ask_for_late(self) -> None:
+        self._next_late = time.monotonic() + LATE_INTERVAL
         numbers, self._late_soon = self._late_soon, {}
         limits = Limits(MOST_CALLS, 0.8 * max(numbers.values()))
         self.ask([*numbers], (), limits, self._keep)

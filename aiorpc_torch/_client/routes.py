@@ -162,10 +162,12 @@ class Route:
         if self._may_have_run and isinstance(exc, RpcError) and not exc.may_have_run:
             exc.may_have_run = True
             try_add_note(exc, "an earlier attempt of this call may have run")
+        self._refusals = {}
         return False
 
     def succeeded(self) -> None:
         """Note that the call has its result, or all its items."""
+        self._refusals = {}  # their tracebacks hold the arguments
         if self._chosen is not None:
             group, position = self._chosen
             group._least_busy.succeed(position)
@@ -280,10 +282,7 @@ class RoutedStream(ItemIterator[Any]):
         while True:
             try:
                 if self._stream is None:
-                    place = self._route.choose() or await self._route.ready()
-                    if self._is_over:  # closed by another task
-                        raise StopAsyncIteration
-                    self._open(place)
+                    self._open(await self._place())
                 item = await self._stream._next()  # type: ignore[union-attr]
             except StopAsyncIteration:
                 self._route.succeeded()
@@ -297,6 +296,17 @@ class RoutedStream(ItemIterator[Any]):
                 self._route.is_begun = True
                 return item
 
+    async def _place(self) -> Place:
+        """Return where the next attempt is made, once it may be."""
+        try:
+            place = self._route.choose() or await self._route.ready()
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+        if self._is_over:  # closed by another task
+            raise StopAsyncIteration
+        return place
+
     def _has_item(self) -> bool:
         return self._stream is not None and self._stream._has_item()
 
@@ -305,7 +315,8 @@ class RoutedStream(ItemIterator[Any]):
         if self._stream is not None:
             self._stream.raise_failure()
 
-    def _stop(self) -> None:  # a wait for the object ends by itself, and finds that it is over
+    def _stop(self) -> None:
+        self._route.stop()
         if self._stream is not None:
             self._stream._stop()
 

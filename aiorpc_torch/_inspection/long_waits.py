@@ -47,6 +47,8 @@ class LongWaits:
                 continue
             calls = (Outgoing(loop, connection, *each) for each in connection.oldest(LOOKED_AT))
             long = [each for each in calls if now - each.receiver.started > LONG]
+            if not long:  # it has ended between the two looks
+                continue
             last, self._seen[connection] = self._seen.get(connection, -1), long[-1].number
             new = [each.number for each in long if each.number > last and self._is_loud(each, now)]
             if new:

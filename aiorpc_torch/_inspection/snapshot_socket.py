@@ -133,7 +133,10 @@ class Watched:
         """Look at the event loop, rarely if no viewer has asked for a while."""
         now = time.monotonic()
         if self._stalls.look(now):
-            self._long_waits.look(now)
+            try:
+                self._long_waits.look(now)
+            except Exception as exc:  # other threads change what it looks at
+                log.debug("the look at long waits has failed: %r", exc)
         is_watched = now < self._watched_until and not self._is_closed
         timings.is_on = is_watched
         self._wait_for(PROBE_INTERVAL if is_watched else LOOK_INTERVAL)

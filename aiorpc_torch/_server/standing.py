@@ -6,7 +6,9 @@ task that runs here; its holders are those whose lock, turn or batch it waits fo
 
 import asyncio
 import functools
+import itertools
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +95,10 @@ class View:
         self._calls = [*dict.fromkeys((*calls, *executor.in_threads))]
         self._executor = executor
         self._known: dict[Any, Subject] = {}
+        self._lock_holders: dict[int, list[ServerCall | asyncio.Task[Any]]] = {}
+        self._chains: dict[asyncio.Task[Any], Sequence[Chain]] = {}
         self._now = time.monotonic()
+        self._own_task = asyncio.current_task()
 
     def of_number(self, session: Session, number: int) -> Subject:
         """Return the subject of a call of a session, also of one that does not run."""
@@ -195,7 +200,7 @@ class View:
         return found
 
     def _describe_task(self, found: Subject, task: "asyncio.Task[Any]", whose: Any) -> None:
-        chains = chains_of(task)
+        chains = self._chains_of(task)
         if not chains:
             found.state = "starts, or ends"
             return
@@ -214,6 +219,13 @@ class View:
             elif len(chains) == 1 and _is_unknown(chain):
                 found.awaits = False
 
+    def _chains_of(self, task: "asyncio.Task[Any]") -> Sequence[Chain]:
+        if task is self._own_task:  # its frames have this view, so they would keep each other
+            return ()
+        if (known := self._chains.get(task)) is None:
+            known = self._chains[task] = chains_of(task)
+        return known
+
     def _batches_before(self, queued: Any) -> list[tuple[str, bool, Subject]]:
         """Return what a coroutine of this worker waits for that calls a batched function."""
         batch, name = queued.batch(), queued.queue.name
@@ -225,34 +237,42 @@ class View:
 
     def _wait_for_lock(self, found: Subject, lock: Any, whose: Any) -> None:
         """Name what is inside of `async with lock`; else what runs of the same object."""
-        holders = [*self._holders_of(lock)]
-        if not holders and isinstance(whose, ServerCall):
-            holders = [(LOCK, False, each) for each in self._of_same_object(whose)]
-        found.holders += holders[:MOST_HOLDERS]
-
-    def _holders_of(self, lock: Any) -> Iterator[tuple[str, bool, Subject]]:
+        # Many calls may wait for one lock: it is looked for once.
+        if (known := self._lock_holders.get(id(lock))) is None:
+            known = [*itertools.islice(self._holders_of(lock), MOST_HOLDERS)]
+            self._lock_holders[id(lock)] = known
         is_one = isinstance(lock, asyncio.Lock)
+        found.holders += [(LOCK, is_one, self._of(each)) for each in known]
+        if not known and isinstance(whose, ServerCall):
+            others = itertools.islice(self._of_same_object(whose), MOST_HOLDERS)
+            found.holders += [(LOCK, False, each) for each in others]
+
+    def _of(self, holder: "ServerCall | asyncio.Task[Any]") -> Subject:
+        return self.of_task(holder) if isinstance(holder, asyncio.Task) else self.of_call(holder)
+
+    def _holders_of(self, lock: Any) -> "Iterator[ServerCall | asyncio.Task[Any]]":
         seen: set[asyncio.Task[Any]] = set()
-        for call in self._calls:
-            chains = [] if call.task is None else chains_of(call.task)
+        for call in self._calls[:MOST_SEARCHED]:
+            chains = [] if call.task is None else self._chains_of(call.task)
             seen.update(each.task for each in chains)
             if any(holds_lock(each, lock) for each in chains):
-                yield LOCK, is_one, self.of_call(call)
+                yield call
         for task in [*asyncio.all_tasks()][:MOST_SEARCHED]:
-            if task not in seen and any(holds_lock(each, lock) for each in chains_of(task)[:1]):
-                yield LOCK, is_one, self.of_task(task)
+            outer = self._chains_of(task)[:1]
+            if task not in seen and any(holds_lock(each, lock) for each in outer):
+                yield task
 
     def _of_same_object(self, call: ServerCall) -> Iterator[Subject]:
         """Yield the other calls of an object that run, and wait for no lock."""
         if (instance := object_of(call)) is None:
             return
-        for each in self._calls:
+        for each in self._calls[:MOST_SEARCHED]:
             if each is not call and object_of(each) is instance and not self._is_at_lock(each):
                 yield self.of_call(each)
 
     def _is_at_lock(self, call: ServerCall) -> bool:
         if call.task is not None:
-            return any(awaited_lock(each) is not None for each in chains_of(call.task))
+            return any(awaited_lock(each) is not None for each in self._chains_of(call.task))
         frame = self._threads.get(call)
         return frame is None or is_at_lock(frame)
 
@@ -270,7 +290,10 @@ class View:
     @functools.cached_property
     def _frames(self) -> list[list[FrameType]]:
         """The frames of all threads, the innermost first."""
-        return [[*outwards(each)] for each in sys._current_frames().values()]
+        # Not of this thread: its own frames have this view, so they would keep each other.
+        own = threading.get_ident()
+        found = sys._current_frames()
+        return [[*outwards(each)] for thread, each in found.items() if thread != own]
 
     @functools.cached_property
     def _threads(self) -> dict[ServerCall, FrameType]:

@@ -406,10 +406,14 @@ class DirectoryClient:
     def _remedy(self) -> str:
         """Return what lets processes enter a running world whose directory has ended."""
         if self._meeting.is_movable:
-            return "If rank 0 of a running world has ended, another worker takes its place"
+            return (
+                "If rank 0 of a running world has ended, another worker takes its place. If that "
+                "world has ended, stop what starts this process"
+            )
         return (
             "If rank 0 of a running world has ended, start its process again, or end it first if "
-            "it is frozen: until then no process can enter that world"
+            "it is frozen: until then no process can enter that world. If that world has ended, "
+            "stop what starts this process"
         )
 
     # ── messages of the start ───────────────────────────────────────────────────────────────────

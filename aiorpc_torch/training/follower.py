@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ async def follow(
     if isinstance(on, list | tuple):
         if not on or len({*on}) < len(on):
             raise ValueError(f"on must name one worker or several different ones, got {on!r}")
-    elif isinstance(on, Collection) and not isinstance(on, str):
+    elif isinstance(on, Iterable) and not isinstance(on, str):
         raise TypeError(f"on must be a worker, or a list or tuple of workers, got {on!r}")
     if copy and not isinstance(into, torch.nn.Module | Mapping):
         raise ValueError(f"copy=True needs a module or a dict of tensors as into, got {into!r}")

@@ -150,6 +150,12 @@ def _merge_parts(found: Sequence[Part], needed: Mapping[str, Box], name: str) ->
     places = {place.part.box: (place, tensor) for place, tensor in reversed(here)}
     shapes = {place.part.shape for place, _ in here}
     box = needed.get(name, whole(here[0][0].part.shape)) if here else None
+    sizes = {box.size for box in places}
+    if box is not None and len(sizes - {0}) > 1 and box.size in sizes and not needed.get(name):
+        raise ValueError(
+            f"{name} is whole on one publisher, and a shard of a DTensor on another: publish "
+            "`model.state_dict()` on all of them, or whole tensors"
+        )
     if box is None or len(shapes) > 1 or not is_covered(box, places):
         raise PartsLackingError(
             f"{name} has parts that are not on the publishers that are followed, or different "

@@ -78,13 +78,8 @@ def _check(tree: Any, targets: Mapping[str, Any]) -> None:
         kind = type(tree).__name__
         raise ValueError(f"`into` takes dicts of tensors, such as a state dict, got {kind}")
     if tree.keys() != targets.keys():
-        names = ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
-        parts = [key for key, part in tree.items() if _has_names(part, targets)]
-        remedy = "; for a part, into=lambda tree: model.load_state_dict(tree[{!r}])"
-        raise ValueError(
-            f"the version and `into` have different names: {names}"
-            + (remedy.format(parts[0]) if parts else "")
-        )
+        names = _difference(tree, targets)
+        raise ValueError(f"the version and `into` have different names: {names}")
     with torch.no_grad():
         for name, target in targets.items():
             if tree[name].shape != local(target).shape:
@@ -92,6 +87,18 @@ def _check(tree: Any, targets: Mapping[str, Any]) -> None:
                     f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
                 )
                 raise ValueError(f"{name!r} has the shape {shapes}")
+
+
+def _difference(tree: Mapping[str, Any], targets: Mapping[str, Any]) -> str:
+    """Return the names that one of both lacks, and the remedy."""
+    missing, more = targets.keys() - tree.keys(), tree.keys() - targets.keys()
+    sides = [("the version", missing), ("`into`", more)]
+    lacks = [f"{who} lacks {', '.join(sorted(map(str, each)))}" for who, each in sides if each]
+    if parts := [key for key, part in tree.items() if _has_names(part, targets)]:
+        remedy = f"for a part, into=lambda tree: model.load_state_dict(tree[{parts[0]!r}])"
+    else:
+        remedy = "if several workers publish parts of it, name all, as in follow(name, on=[...])"
+    return "; ".join([*lacks, remedy])
 
 
 def _has_names(part: Any, targets: Mapping[str, Any]) -> bool:

@@ -135,6 +135,7 @@ class Receiver:
             await self.changes.until(
                 lambda: self._has(version) or is_over() or self._has_ended(),
                 f"the wait for version {version} of {self._name!r}",
+                _Published(self._sources) if self._is_joined else None,
             )
         finally:
             self._wanted.remove(version)
@@ -298,6 +299,17 @@ class Receiver:
 
     def _is_wanted(self) -> bool:
         return max(self._wanted, default=-1) > self.version
+
+
+class _Published:
+    """The newest versions of publishers, for the text of an error."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+
+    def __repr__(self) -> str:
+        each = ", ".join(f"{source.worker!r} {source.newest}" for source in self._sources)
+        return f"the newest that is known of each publisher: {each}"
 
 
 def common(kept: Sequence[tuple[int, int]]) -> tuple[int, int]:

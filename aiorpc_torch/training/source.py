@@ -28,11 +28,13 @@ class Source:
     Attributes:
         relay: worker of the relay, None without.
         wanted: the slices that are wanted by way of the relay.
+        newest: number of the newest version that it is known to have published.
     """
 
     def __init__(self, name: str, on: str | int | None, host: str | None = None) -> None:
         self.relay: str | None = None
         self.wanted: Wanted = NOTHING
+        self.newest = -1
         self._name, self._on = name, on
         self._where = "" if on is None else f" on worker {on!r}"
         self._host = own_host() if host is None else host
@@ -100,6 +102,7 @@ class Source:
         """Wait for version `least`; return the numbers of the oldest and newest that are kept."""
         assert self._publisher is not None
         found: tuple[int, int] = await remote(self._publisher).kept(seen, least)
+        self.newest = max(self.newest, found[1])
         return found
 
     async def after(self, seen: int) -> tuple[int, Snapshot]:
