@@ -22,7 +22,16 @@ from aiorpc_torch import (
     supervised,
 )
 from aiorpc_torch.testing import frozen, world
-from tests.support.supervised_objects import Diary, lose, mortal, picky, registered
+from tests.support.supervised_objects import (
+    Diary,
+    Refused,
+    endless,
+    lose,
+    mortal,
+    once,
+    picky,
+    registered,
+)
 
 LONG = 60.0
 
@@ -347,3 +356,28 @@ async def test_loops_of_other_threads(file: Path) -> None:
         found = await asyncio.to_thread(lambda: asyncio.run(wait(remote(diary).add())))
         assert found == 1
         assert await remote(diary).add() == 2
+
+
+@pytest.mark.promise("supervised.factory")
+async def test_a_factory_that_raises_no_exception(tmp_path: Path) -> None:
+    """Groups and maps end with it, as lone calls do."""
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
+        objects = [await supervised("a", once, tmp_path / str(number)) for number in range(2)]
+        await lose("a")
+        with pytest.raises(GroupError, match="1 of 1 members failed"):
+            await remote(Group(objects[:1])).pid()
+        with pytest.raises(Refused):
+            async for _ in Group(objects[1:]).map(Diary.twice, [1, 2]):
+                pass
+
+
+async def test_a_stream_that_is_closed_while_its_object_is_awaited(file: Path) -> None:
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
+        diary = remote(await supervised("a", endless, file))
+        assert await diary.add() == 1
+        await lose("a")
+        items = aiter(diary.count(3))
+        waiting = asyncio.ensure_future(anext(items, "closed"))
+        await asyncio.sleep(0.1)
+        await items.aclose()
+        assert await waiting == "closed"

@@ -77,3 +77,21 @@ async def lose(worker: str) -> None:
     except WorkerLost:
         return
     raise AssertionError("the call has returned")
+
+
+class Refused(BaseException):
+    """What a factory may raise that is no Exception."""
+
+
+def once(file: Path) -> Diary:
+    """Make a Diary, the first time."""
+    if file.exists():
+        raise Refused
+    return Diary(file)
+
+
+async def endless(file: Path) -> Diary:
+    """Make a Diary; the second time it takes for ever."""
+    if os.path.exists(file):  # noqa: ASYNC240
+        await asyncio.Event().wait()
+    return Diary(file)
