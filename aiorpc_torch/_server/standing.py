@@ -290,10 +290,9 @@ class View:
     @functools.cached_property
     def _frames(self) -> list[list[FrameType]]:
         """The frames of all threads, the innermost first."""
-        # Not of this thread: its own frames have this view, so they would keep each other.
-        own = threading.get_ident()
         found = sys._current_frames()
-        return [[*outwards(each)] for thread, each in found.items() if thread != own]
+        del found[threading.get_ident()]  # this very frame, which has the dict: they would keep all
+        return [[*outwards(each)] for each in found.values()]
 
     @functools.cached_property
     def _threads(self) -> dict[ServerCall, FrameType]:

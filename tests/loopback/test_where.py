@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import gc
 import re
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -418,3 +420,78 @@ async def test_many_late_calls_share_a_question(calls: Calls) -> None:
 
 async def test_outside_of_a_world_it_is_empty() -> None:
     assert [*await asyncio.to_thread(asyncio.run, where())] == []
+
+
+class Large:
+    """What a method has in a local variable."""
+
+
+class Working:
+    """A plain method that runs until it is told to end."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def work(self) -> None:
+        local = Large()
+        self.kept = weakref.ref(local)
+        self.began.set()
+        self.may_end.wait()
+
+
+async def test_locals_of_threads_are_not_kept() -> None:
+    """Also without the garbage collector: they may be tensors."""
+    working = Working()
+    call = asyncio.ensure_future(remote(RRef(working)).work())
+    await asyncio.to_thread(working.began.wait)
+    gc.disable()
+    try:
+        assert [each.state for each in await where()] == ["runs in a thread"]
+        working.may_end.set()
+        await call
+        async with asyncio.timeout(5):
+            while working.kept() is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+class Odd:
+    """An awaitable that refers to the generator that awaits it."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def numbers(self) -> AsyncIterator[int]:
+        await OddStep(self)
+        yield 1
+
+    async def work(self) -> int:
+        self.items = self.numbers()
+        (only,) = [each async for each in self.items]
+        return only
+
+
+class OddStep:
+    def __init__(self, odd: Odd) -> None:
+        self.items, self.steps = odd.items, odd.may_end.wait().__await__()
+
+    def __await__(self) -> "OddStep":
+        return self
+
+    def __iter__(self) -> "OddStep":
+        return self
+
+    def __next__(self) -> object:
+        return next(self.steps)
+
+
+async def test_what_refers_to_whoever_awaits_it() -> None:
+    odd = Odd()
+    call = asyncio.ensure_future(remote(RRef(odd)).work())
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        (found,) = await where()
+    assert "numbers" in str(found)
+    odd.may_end.set()
+    assert await call == 1
