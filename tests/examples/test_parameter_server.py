@@ -205,7 +205,7 @@ def test_quick(ours: str) -> None:
     """It learns, and says so."""
     losses(ours)
     assert "of trainer1 trainer2\n" in ours
-    right = re.search(r"held-out pictures: ([\d.]+)%", ours)
+    right = re.search(r"held out: ([\d.]+)%", ours)
     assert right is not None
     assert float(right[1]) > 60.0  # a tenth is what chance would give
 
