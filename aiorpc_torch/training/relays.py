@@ -153,6 +153,7 @@ class Relay:
         except LookupError:
             raise
         except Exception:  # followers look for the publisher's replacement process
+            self._held.clear()  # this object may live as long as the world
             with contextlib.suppress(ValueError, NotInWorld):
                 unregister(self._name)
             raise
