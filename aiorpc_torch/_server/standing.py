@@ -244,8 +244,7 @@ class View:
         is_one = isinstance(lock, asyncio.Lock)
         found.holders += [(LOCK, is_one, self._of(each)) for each in known]
         if not known and isinstance(whose, ServerCall):
-            others = itertools.islice(self._of_same_object(whose), MOST_HOLDERS)
-            found.holders += [(LOCK, False, each) for each in others]
+            found.holders += self._guessed_holders(whose)
 
     def _of(self, holder: "ServerCall | asyncio.Task[Any]") -> Subject:
         return self.of_task(holder) if isinstance(holder, asyncio.Task) else self.of_call(holder)
@@ -261,6 +260,11 @@ class View:
             outer = self._chains_of(task)[:1]
             if task not in seen and any(holds_lock(each, lock) for each in outer):
                 yield task
+
+    def _guessed_holders(self, call: ServerCall) -> list[tuple[str, bool, Subject]]:
+        """Return what may have the lock that a call waits for."""
+        others = itertools.islice(self._of_same_object(call), MOST_HOLDERS)
+        return [(LOCK, False, each) for each in others]
 
     def _of_same_object(self, call: ServerCall) -> Iterator[Subject]:
         """Yield the other calls of an object that run, and wait for no lock."""
@@ -326,8 +330,7 @@ class View:
         found.awaits = any(each.f_code.co_name == _RUN_LOOP for each in frames[start:])
         if is_at_lock(frame) and isinstance(whose, ServerCall):
             found.state, found.awaits = "waits for a lock, in a thread,", None
-            holders = [(LOCK, False, each) for each in self._of_same_object(whose)]
-            found.holders += holders[:MOST_HOLDERS]
+            found.holders += self._guessed_holders(whose)
 
 
 _RUN = "run_in_method"

@@ -84,6 +84,8 @@ class Question(NamedTuple):
 
 
 class _WireNode(NamedTuple):
+    """A `Node` on its way: no part of it may be left out."""
+
     depth: int
     key: Key
     method: str

@@ -1,6 +1,6 @@
 """Versions of several publishers: cut to what is wanted of each, and joined to one tree.
 
-(tests/unit/training/test_joining.py)
+(tests/integration/test_sharded_weights.py)
 """
 
 import copy

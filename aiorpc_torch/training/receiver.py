@@ -15,7 +15,7 @@ from .. import CallTimeout, NotInWorld, RpcError, WorkerGone
 from .joining import PartsLackingError, merge
 from .shards import Box, assign
 from .snapshots import Memory, Snapshot, snapshot_in_thread
-from .source import Source
+from .source import Source, may_come_again
 from .waiting import Changes
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Receiver:
     async def restore(self) -> bool:
         """Receive the newest version again: this process has changed what did not travel with it.
 
-        Return whether the publisher has it; if not, it is waited for the next one.
+        Return whether the publisher has it. If not, `until` waits for a later version.
         """
         self._is_spoiled = True
         for source in self._sources:
@@ -182,7 +182,7 @@ class Receiver:
                 except CallTimeout as late:  # of the search for another relay
                     await self._find_again(late)
                 except WorkerGone as lost:
-                    if not self._may_come_again(lost):
+                    if not may_come_again(lost, self._on):
                         raise
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
@@ -223,10 +223,6 @@ class Receiver:
         for each in self._sources:
             each.wanted = wanted[each.worker]
         self._is_planned = True
-
-    def _may_come_again(self, gone: WorkerGone) -> bool:
-        """Return whether a publisher may come after the last one has gone."""
-        return gone.may_return or self._on is None  # any other worker may register one
 
     async def _receive_next(self, seen: int) -> None:
         """Receive a version newer than `seen`."""

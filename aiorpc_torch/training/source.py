@@ -17,6 +17,11 @@ RELAY_TIMEOUT = 5.0
 """Seconds for a relay to be there; then another is named."""
 
 
+def may_come_again(gone: WorkerGone, on: object) -> bool:
+    """Return whether a publisher on worker `on` may come after the last one has gone."""
+    return gone.may_return or on is None  # any other worker may register one
+
+
 class Source:
     """The way from a publisher to this process: straight, or by way of a relay on this host.
 
@@ -62,7 +67,7 @@ class Source:
             try:
                 relay, name = await self._ask_for_relay(publisher, me, lost)
             except WorkerGone as exc:  # once more; `lookup` raises if none will come
-                if not exc.may_return and self._on is not None:
+                if not may_come_again(exc, self._on):
                     raise
                 await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
                 continue

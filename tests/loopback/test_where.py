@@ -460,7 +460,7 @@ class Odd:
     """An awaitable that refers to the generator that awaits it."""
 
     def __init__(self) -> None:
-        self.may_end = asyncio.Event()
+        self.began, self.may_end = asyncio.Event(), asyncio.Event()
 
     async def numbers(self) -> AsyncIterator[int]:
         await OddStep(self)
@@ -474,7 +474,8 @@ class Odd:
 
 class OddStep:
     def __init__(self, odd: Odd) -> None:
-        self.items, self.steps = odd.items, odd.may_end.wait().__await__()
+        self.items, self.began = odd.items, odd.began
+        self.steps = odd.may_end.wait().__await__()
 
     def __await__(self) -> "OddStep":
         return self
@@ -483,13 +484,14 @@ class OddStep:
         return self
 
     def __next__(self) -> object:
+        self.began.set()
         return next(self.steps)
 
 
 async def test_what_refers_to_whoever_awaits_it() -> None:
     odd = Odd()
     call = asyncio.ensure_future(remote(RRef(odd)).work())
-    await asyncio.sleep(0.01)
+    await odd.began.wait()
     async with asyncio.timeout(5):
         (found,) = await where()
     assert "numbers" in str(found)
