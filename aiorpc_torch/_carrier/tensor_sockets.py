@@ -295,7 +295,8 @@ class TensorSockets(Carrier):
                 async with asyncio.timeout(OPEN_TIMEOUT):
                     sock = await dial(purpose)
             except Exception as exc:
-                if not self._wire.is_open:
+                # A loop that was closed meanwhile: it is the garbage collector that ends this.
+                if not self._wire.is_open or self._loop.is_closed():
                     return
                 level = logging.DEBUG if has_failed else logging.WARNING
                 text = "no tensor sockets on %r, tensors travel by torch RPC until there are: %r"
