@@ -10,14 +10,26 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
 from typing import Any
 
 from ._aio.flows import Flow, read_flow
 from ._aio.fork import close_on_fork
 from ._aio.segments import SegmentLost
+from ._peers.observer import PeerObserver
+from ._peers.peers import Peer, State
 from ._wire.connection_state import MAX_CALLS
-from ._wire.frames import CLOSE, PING, FrameReader, ProtocolError, frame
+from ._wire.frames import (
+    CLOSE,
+    HEADER_BYTES,
+    PING,
+    FrameReader,
+    ProtocolError,
+    frame,
+    read_header,
+)
 from ._wire.plain import dump, reader, wire_text
 
 log = logging.getLogger("aiorpc_torch")
@@ -25,6 +37,7 @@ log = logging.getLogger("aiorpc_torch")
 LINGER = 0.5  # seconds that a closed connection waits for the peer's CLOSE frame
 
 
+_ALIVE = State.ALIVE
 _read_close = reader(tuple[str, str])
 
 _ASK, _ANSWER, _NOTHING = frame(PING, b"?"), frame(PING, b"!"), frame(PING, b"")
@@ -34,7 +47,8 @@ class _Protocol(asyncio.BufferedProtocol):
     """Protocol of a transport, which passes everything to the channel."""
 
     def __init__(self, channel: "Channel") -> None:
-        self.get_buffer = channel._reader.buffer  # type: ignore[method-assign]
+        # As a method that returns it, without a frame of Python for each read.
+        self.get_buffer = partial(getattr, channel._reader, "free")  # type: ignore[method-assign]
         self.buffer_updated = channel.buffer_updated  # type: ignore[method-assign]
         self.eof_received = channel.eof_received  # type: ignore[method-assign]
         self.connection_lost = channel.connection_lost  # type: ignore[method-assign]
@@ -42,10 +56,25 @@ class _Protocol(asyncio.BufferedProtocol):
         self.resume_writing = channel.resume_writing  # type: ignore[method-assign]
 
 
+class Handlers(dict[int, Callable[[bytes], int | None]]):
+    """The handlers of frames by their kind. Each returns the number of calls or results, if any.
+
+    A handler raises an exception of any class if its frame is malformed.
+    """
+
+    def __missing__(self, kind: int) -> Any:
+        raise ProtocolError(f"this end must not get frames of kind {kind}")
+
+
 class Channel:
     """One end of a connection. Confined to the event loop that created it.
 
+    Args:
+        peer: the process at the other end, whose signs of life are noted.
+        observer: is told of the messages of a peer that is not alive.
+
     Attributes:
+        handlers: handle the frames.
         is_open: True while frames may be sent.
         is_local: True if the peer is on this host: connected by a Unix socket.
         ended: Event that is set when the transport is closed.
@@ -55,7 +84,10 @@ class Channel:
     """Unsent bytes at which the transport calls `pause_writing`. The rest stays in the caller's
     queue, from which cancelled and late calls are dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: Peer, observer: PeerObserver) -> None:
+        self.handlers = Handlers({CLOSE: self._on_close_frame, PING: self._on_ping})
+        self._peer = peer
+        self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
         self._transport: Any = None  # an `asyncio.Transport` while it is connected
@@ -70,20 +102,6 @@ class Channel:
         self.ended = asyncio.Event()
 
     # ── for subclasses ────────────────────────────────────────────────────────────────────────
-
-    def on_frame(self, kind: int, data: bytes) -> int:
-        """Handle a frame; return the number of its calls or results.
-
-        Raises:
-            ProtocolError: if this end must not get frames of this kind.
-        """
-        if kind == CLOSE:
-            self._on_close_frame(data)
-        elif kind == PING:
-            self._on_ping(data)
-        else:
-            raise ProtocolError(f"a {type(self).__name__} must not get frames of kind {kind}")
-        return 0
 
     def on_read(self) -> None:
         """Handle the end of one read, after its frames."""
@@ -154,7 +172,7 @@ class Channel:
             self.abort()
 
     def ping(self) -> None:
-        """Ask the peer's event loop for a sign of life; `on_read` handles it."""
+        """Ask the peer's event loop for a sign of life."""
         if self.is_open:
             self.write(_ASK)
 
@@ -173,7 +191,7 @@ class Channel:
         sock = self._transport.get_extra_info("socket")
         if sock is None or (info := read_flow(sock)) is None:
             return
-        if (silence := self._flow.silence(info, time.monotonic())) >= timeout:
+        if (silence := self._flow.silence(info, monotonic())) >= timeout:
             text = f"nothing that was sent has arrived for {silence:.3g} s"
             self.abort(TimeoutError(text))
         elif self.is_open and info.unheard >= timeout / 3 and self.has_work():
@@ -197,15 +215,21 @@ class Channel:
         if self._discards_input:
             return
         reader, handled = self._reader, 0
-        reader.end += nbytes
         try:
-            while (found := reader.next()) is not None:
-                handled += self.on_frame(*found)
-                if not reader.end or self._discards_input:  # the common case: it was one frame
-                    break
-                if handled >= MAX_CALLS:
-                    self._defer()
-                    break
+            head = None if reader.end else read_header(reader.free)
+            if head is not None and head[0] + HEADER_BYTES == nbytes:  # one frame, nearly always
+                self.handlers[head[1]](bytes(reader.free[HEADER_BYTES:nbytes]))
+            else:
+                reader.end += nbytes
+                while (found := reader.next()) is not None:
+                    kind, data = found
+                    handled += self.handlers[kind](data) or 0
+                    if not reader.end or self._discards_input:
+                        break
+                    if handled >= MAX_CALLS:
+                        reader.buffer()
+                        self._defer()
+                        break
         except SegmentLost:  # the peer has ended since it sent this frame
             self._discards_input = True
             self.abort()
@@ -214,7 +238,15 @@ class Channel:
             self._discards_input = True  # the bytes that follow cannot be trusted either
             self.close("broken", f"cannot read a frame: {exc}")
             self.on_broken(exc)
+        self.note_heard()
         self.on_read()
+
+    def note_heard(self) -> None:
+        """Note a sign of life of the peer."""
+        peer = self._peer
+        peer.last_heard = monotonic()
+        if peer.state is not _ALIVE:
+            self._observer.on_message(peer)
 
     def _defer(self) -> None:
         """Handle the rest in the next loop iteration, after other callbacks."""

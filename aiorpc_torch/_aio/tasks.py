@@ -1,17 +1,13 @@
-"""Steps of tasks that do not wait for another iteration of the event loop, and the ends of tasks.
-
-An `asyncio.Future` resumes its task with `call_soon`, an iteration later: 15 µs of a lone call.
-With an `InlineFuture` the code that has the result runs the task's next step itself. `start_task`
-takes a task's first step at once.
-"""
+"""Steps of tasks: their duration, a first one that is taken at once. And the ends of tasks."""
 
 import asyncio
 import contextlib
 import contextvars
+import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
@@ -96,17 +92,26 @@ def start_task(
     """
     if sys.version_info >= (3, 12):
         return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)
-    task = asyncio.Task(coroutine, loop=loop, name=name, context=context)
-    # Python 3.11 has scheduled the step, last in a queue that is private to asyncio's loops. Other
-    # threads may have added to it since; uvloop's is hidden. A task cannot step inside another's.
-    ready: Any = getattr(loop, "_ready", None)
-    if ready and asyncio.current_task(loop) is None:
-        step = (handle := ready.pop())._callback
+    if asyncio.current_task(loop) is not None:  # no step can run inside another task's
+        return asyncio.Task(coroutine, loop=loop, name=name, context=context)
+    # Python 3.11 schedules the step, uvloop in a queue of C. Here `call_soon` only keeps it.
+    kept: list[Any] = []
+    loop.call_soon = functools.partial(_keep, kept)  # type: ignore[method-assign, assignment]
+    try:
+        task = asyncio.Task(coroutine, loop=loop, name=name, context=context)
+    finally:
+        del loop.call_soon
+    for step, args, its_context in kept:
         if getattr(step, "__self__", None) is task:
-            context.run(step)
-        else:
-            ready.append(handle)
+            first = step
+        else:  # of a finalizer that has run meanwhile
+            loop.call_soon(step, *args, context=its_context)
+    context.run(first)
     return task
+
+
+def _keep(kept: list[Any], step: Any, *args: Any, context: Any = None) -> None:
+    kept.append((step, args, context))
 
 
 async def run_to_end(
@@ -138,112 +143,3 @@ def detach_task(task: "asyncio.Task[Any]", name: str) -> None:
     log.warning("%s did not end when its worker stopped", name)
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is logged above
-
-
-# ── futures that resume their task at once ────────────────────────────────────────────────────────
-
-
-Step = Callable[["InlineFuture"], object]
-
-
-class InlineFuture:
-    """A result that one task awaits, for use on its event loop only.
-
-    `asyncio.Task` accepts what has these methods and `_asyncio_future_blocking`, a private
-    interface of CPython 3.11 to 3.14. (With the C and the Python task:
-    tests/unit/aio/test_tasks.py)
-    """
-
-    __slots__ = (
-        "_asyncio_future_blocking",
-        "_context",
-        "_loop",
-        "_state",
-        "_step",
-        "answer",  # the result, once it is set
-        "connection",  # over which the call is sent
-        "event",  # of a profiler that records the call, until its result; else not set
-        "number",  # of the call there
-        "source",  # the target of the call as the caller named it
-        "started",  # `time.monotonic()` of the call
-        "target",  # as encoded
-    )
-
-    answer: Any
-    connection: Any
-    event: Any
-    number: int
-    source: Any
-    started: float
-    target: Any
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._state = "waiting"
-        self._step: Step | None = None
-        self._asyncio_future_blocking = True  # a task that is given it may wait
-
-    def __repr__(self) -> str:
-        return f"<InlineFuture {self._state}>"
-
-    def set_result(self, result: Any) -> bool:
-        """Set the result; return whether a task waits for it and is to be resumed."""
-        if self._state != "waiting":
-            return False
-        self._state = "done"
-        self.answer = result
-        self.event = None  # before the caller goes on, and perhaps stops the profiler
-        return self._step is not None
-
-    def resume(self) -> None:
-        """Run the next step of the waiting task. Call it outside any task."""
-        step, self._step = self._step, None
-        if step is not None:
-            self._context.run(step, self)
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        if self._state == "waiting":
-            self._asyncio_future_blocking = True
-            yield self
-        return self.result() if self._state == "cancelled" else self.answer
-
-    # ── called by asyncio.Task ──────────────────────────────────────────────────────────────────
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop of the waiting task."""
-        return self._loop
-
-    def add_done_callback(self, step: Step, *, context: contextvars.Context) -> None:
-        """Keep the next step of the task for `resume`; a future that is done resumes it soon."""
-        self._step = step
-        self._context = context
-        if self._state != "waiting":  # `resume` was called already, and has found no step
-            self._loop.call_soon(self.resume)
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Cancel the wait; the task resumes in the next iteration of the loop."""
-        if self._state != "waiting":
-            return False
-        self._state = "cancelled"
-        self.answer = msg
-        self.event = None
-        self._loop.call_soon(self.resume)
-        return True
-
-    def result(self) -> Any:
-        """Return the result, or raise CancelledError."""
-        if self._state == "cancelled":
-            # anyio's scopes recognize their own cancellations by the message.
-            raise asyncio.CancelledError(*([] if self.answer is None else [self.answer]))
-        return self.answer
-
-
-def resume_all(futures: Iterable[InlineFuture], loop: asyncio.AbstractEventLoop) -> None:
-    """Resume the tasks of all futures, also if one raises (SystemExit, say)."""
-    rest = iter(futures)
-    try:
-        for future in rest:
-            future.resume()
-    finally:
-        for future in rest:
-            loop.call_soon(future.resume)

@@ -26,8 +26,6 @@ class Carriers:
 
     Attributes:
         chosen: the carrier of what is sent, None while torch RPC carries it.
-        news: what handles the frames that tell of tensors, by their kind.
-        read: what returns data and tensors of a frame whose tensors have come, by its kind.
     """
 
     def __init__(
@@ -42,13 +40,16 @@ class Carriers:
         self._is_caller = dial is not None
         self.shared = SharedMemory(wire, loop, self._choose)
         self.sockets = TensorSockets(wire, loop, self._choose, dial)
-        self.news: dict[int, Callable[[bytes], None]] = {
+
+    def handlers(
+        self, handle: Callable[[bytes, Sequence[Tensor]], int]
+    ) -> dict[int, Callable[[bytes], int | None]]:
+        """Return the handlers of frames by their kind; `handle` gets data and their tensors."""
+        return {
             SEGMENTS: self.shared.on_news,
             TRANSFERS: self.sockets.on_news,
-        }
-        self.read: dict[int, Callable[[bytes], tuple[bytes, Sequence[Tensor]]]] = {
-            SHARED: self.shared.read,
-            TRANSFERRED: self.sockets.read,
+            SHARED: lambda data: handle(*self.shared.read(data)),
+            TRANSFERRED: lambda data: handle(*self.sockets.read(data)),
         }
 
     def __repr__(self) -> str:

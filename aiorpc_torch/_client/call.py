@@ -65,13 +65,17 @@ class LazyCall(Coroutine[Any, Any, R]):
         raise NotImplementedError
 
     def __await__(self) -> Generator[Any, Any, R]:
+        return self._begin()
+
+    def _begin(self) -> Generator[Any, Any, R]:
+        """Return the steps. Raise RuntimeError if the call was used already."""
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
         return steps
 
     def _use(self) -> None:
-        """Note that the call is iterated. Raise RuntimeError if it was used already."""
+        """Note that the call is used. Raise RuntimeError if it was already."""
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
@@ -107,15 +111,15 @@ class LazyCall(Coroutine[Any, Any, R]):
 
     def send(self, value: Any) -> Any:
         """Run the next step, for a task."""
-        return (self._steps or self.__await__()).send(value)
+        return (self._steps or self._begin()).send(value)
 
     def throw(self, *exc: Any) -> Any:
         """Raise an exception in the call, for a task."""
-        return (self._steps or self.__await__()).throw(*exc)
+        return (self._steps or self._begin()).throw(*exc)
 
     def close(self) -> None:
         """Cancel the call."""
-        (self._steps or self.__await__()).close()
+        (self._steps or self._begin()).close()
 
     def __del__(self) -> None:
         if self._steps is None:
@@ -148,7 +152,9 @@ class RemoteCall(LazyCall[Any]):
 
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self) -> Generator[Any, Any, Any]:
+    def __await__(self, *, is_task: bool = False) -> Generator[Any, Any, Any]:
+        if not is_task:  # here, as another function before it would run for each call
+            self._use()
         try:
             connection = connection_to(self._worker)
         except WorkerGone as exc:
@@ -177,6 +183,9 @@ class RemoteCall(LazyCall[Any]):
             self._steps = USED
             if timer is not None:
                 timer.cancel()
+
+    def _run(self) -> Generator[Any, Any, Any]:
+        return self.__await__(is_task=True)
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 

@@ -19,9 +19,7 @@ from .._wire.messages import (
     Arguments,
     EncodedCall,
     HeadCache,
-    LoneHeads,
     encode_call,
-    encode_lone,
 )
 from .._wire.pickling import PickledValue
 from .._wire.shared_arguments import MemberArguments
@@ -35,12 +33,11 @@ PICKLED = (PACKED,)
 """Kinds of arguments that are pickled together."""
 
 
-class _Method(NamedTuple):
+class KnownMethod(NamedTuple):
     """A method of an RRef that lives while `rref` returns it."""
 
     rref: Callable[[], Any]
     target: EncodedTarget
-    heads: LoneHeads
 
 
 class CallEncoder:
@@ -48,40 +45,31 @@ class CallEncoder:
 
     Args:
         devices: those that tensors for the peer may be on, beside the CPU, and the peer's for each.
+
+    Attributes:
+        heads: those of the calls.
+        methods: the methods of RRefs that were called last, by name.
     """
 
     def __init__(self, caller: str, peer: str, devices: DeviceMapping = NO_DEVICES) -> None:
         self._caller = caller
         self._peer = peer
         self._devices = devices
-        self._heads = HeadCache()
-        self._methods: dict[str, _Method] = {}  # by name
-
-    def lone(
-        self, number: int, target: Target, args: tuple[Any, ...]
-    ) -> tuple[EncodedTarget, bytes] | None:
-        """Return target and frame of a call that is sent at once, None if `call` encodes it."""
-        known = self._methods.get(target.name) if type(target) is MethodTarget else None
-        if known is None or len(args) != 1 or entered_scopes() or awaited:
-            return None
-        if current_record() is not None or current_context_id() >= 0:  # it is recorded
-            return None
-        rref, encoded, heads = known
-        data = encode_lone(heads, number, args[0]) if rref() is target.on else None
-        return None if data is None else (encoded, data)
+        self.heads = HeadCache()
+        self.methods: dict[str, KnownMethod] = {}
 
     def call(
         self, number: int, target: Target, stream: bool, args: Arguments, due: float | None
     ) -> EncodedCall:
         """Encode a call. Raises what pickling raises, and for a tensor that cannot be sent."""
-        known = self._methods.get(target.name) if type(target) is MethodTarget else None
+        known = self.methods.get(target.name) if type(target) is MethodTarget else None
         if known is not None and known.rref() is target.on:
             encoded = known.target
         else:
             encoded = self._encode_target(target)
         batches = to_wire(self._caller) if entered_scopes() or awaited else ()
         try:
-            call = encode_call(self._heads, number, encoded, stream, args, due, batches)
+            call = encode_call(self.heads, number, encoded, stream, args, due, batches)
             if call.head.kinds == PICKLED and (packed := call.cells[0]).fence is not None:
                 packed.check_sendable(self._devices, self._peer)
                 staged = self._staged(packed, encoded)
@@ -108,7 +96,7 @@ class CallEncoder:
         packed = arguments.packed
         if packed is not None and packed.fence is not None:
             arguments = arguments.with_pickled(self._staged(packed, target))
-        return arguments.call(self._heads, number, target, due, to_wire(self._caller))
+        return arguments.call(self.heads, number, target, due, to_wire(self._caller))
 
     def _staged(self, packed: PickledValue, target: EncodedTarget) -> PickledValue:
         """Return arguments with tensors on devices as they travel."""
@@ -125,11 +113,9 @@ class CallEncoder:
         encoded = encode_target(target, rref_id)
         # Without an id it is a fork of the RRef, which serves one call.
         if rref_id is not None and not isinstance(target.on, tuple):
-            if len(self._methods) >= MAX_METHODS:
-                self._methods.clear()
-            self._methods[target.name] = _Method(
-                weakref.ref(target.on), encoded, LoneHeads(encoded)
-            )
+            if len(self.methods) >= MAX_METHODS:
+                self.methods.clear()
+            self.methods[target.name] = KnownMethod(weakref.ref(target.on), encoded)
         return encoded
 
 

@@ -19,20 +19,22 @@ from itertools import islice
 from sys import modules
 from typing import Any
 
+from torch import Tensor
+
 from .._aio.deadlines import in_seconds, notice_of
-from .._aio.tasks import InlineFuture, resume_all
 from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
 from .._context import propagation
 from .._context.interception import TRACER, CallInfo, Kind, begin_call, is_needed
-from .._context.recording import RecordedCall, record_for_call
+from .._context.recording import RecordedCall, current_record, record_for_call
 from .._peers.observer import PeerObserver
-from .._peers.peers import Peer, State
-from .._torch.compat import WorkerInfo
+from .._peers.peers import Peer
+from .._torch.compat import WorkerInfo, current_context_id
 from .._torch.devices import NO_DEVICES, DeviceMapping
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.switches import warn_of_autocast
-from .._wire.columns import STREAM_END
+from .._wire.ancestry import awaited, entered_scopes
+from .._wire.columns import STREAM_END, plain_cell
 from .._wire.connection_state import FlowWindow
 from .._wire.frames import (
     CALLS,
@@ -43,10 +45,12 @@ from .._wire.frames import (
     header,
 )
 from .._wire.handshake import ARGUMENTS, Party, number_for
-from .._wire.messages import Arguments, EncodedCall, decode_reply
+from .._wire.messages import Arguments, EncodedCall
 from .._wire.pickling import CallAborted
+from .._wire.plain import dump
 from .._wire.shared_arguments import MemberArguments
-from .._wire.targets import Target, call_name, target_name
+from .._wire.targets import MethodTarget, Target, call_name, target_name
+from .._wire.tensors import INLINE_BYTES, small_tensor
 from .._wire.wire_targets import EncodedTarget
 from ..errors import (
     CallTimeout,
@@ -59,7 +63,7 @@ from ..errors import (
 from .answers import error_of_close
 from .call_encoder import PICKLED, CallEncoder
 from .introduction import Holding, Introductions, held_too_long
-from .pending import PendingCalls, ReplyReceiver
+from .pending import InlineFuture, PendingCalls, ReplyReceiver, resume_all
 from .questions import Questions
 from .sender import CallSender
 from .stream_reader import StreamReader
@@ -68,8 +72,6 @@ from .torch_transfers import TorchTransfers
 log = logging.getLogger("aiorpc_torch")
 
 KNOCK_DELAY = 0.1  # seconds for a ping's answer, before the peer is asked at a new socket
-
-_ALIVE = State.ALIVE
 
 
 class Connection(Channel):
@@ -96,13 +98,11 @@ class Connection(Channel):
         observer: PeerObserver,
         devices: DeviceMapping = NO_DEVICES,
     ) -> None:
-        super().__init__()
+        super().__init__(peer, observer)
         self.peer: WorkerInfo = peer.member.info
-        self._peer = peer
         self._peer_name = peer.name  # torch makes a new str each time
         self._me = me
         self._key = (me.name, me.worker_id, connection_number)
-        self._observer = observer
         self.number = connection_number
         self.encoder = CallEncoder(me.name, peer.name, devices)
         self._calls = 0
@@ -120,6 +120,12 @@ class Connection(Channel):
         self.questions = Questions(
             self._key, self.peer, self._pending, self.write, self._why_unsent
         )
+        self.handlers |= {
+            RESULTS: self._pending.on_results,
+            RETIRE: self._retire,
+            WHERE: self.questions.on_answer,
+            **self._carriers.handlers(self._pending.on_results),
+        }
         self._introductions: Introductions | None = None
         self._succeed: Callable[[str], Connection]
         self._opening: asyncio.Task[None] | None = None
@@ -190,21 +196,47 @@ class Connection(Channel):
     def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
         """Send a call; return the future of its value, or of its failure."""
         future = InlineFuture(self._loop)
-        number = self._calls
+        number, window = self._calls, self._state.window
         is_bare = not ((propagation.used or TRACER in modules) and is_needed())
-        if due is None and not args[1] and is_bare and self._state.may_send_alone():
-            lone = self.encoder.lone(number, target, args[0])
-            large = self._transfers.large_results
-            if lone is not None and not (large and lone[0] in large):
+        if due is None and not args[1] and is_bare:
+            lone = self._encode_alone(number, target, args[0])
+            if lone is not None:
                 encoded, data = lone
                 self._register(number, future, target, encoded)
                 self._lone_calls += 1
-                self._lone_bytes += len(data)
-                self._state.window.sent(number, len(data))
-                self.write(header(len(data), CALLS) + data)  # as `frame`, of small data
+                window[number] = size = len(data)  # as `sent`
+                window.size += size
+                self._lone_bytes += size
+                self.write(header(size, CALLS) + data)  # as `frame`, of small data
                 return future
         self._submit(self.encoder.call(number, target, False, args, due), future, target)
         return future
+
+    def _encode_alone(
+        self, number: int, target: Target, args: tuple[Any, ...]
+    ) -> tuple[EncodedTarget, bytes] | None:
+        """Return target and frame of a call that is sent at once, None if the queue takes it.
+
+        All others are answered, and none will follow. The frame is what `encode_calls` makes of it.
+        """
+        state = self._state
+        if state.woken != 1 or state.is_paused or state.window or state.queue:
+            return None
+        if state.cancels or state.credits or len(args) != 1 or type(target) is not MethodTarget:
+            return None
+        known = self.encoder.methods.get(target.name)
+        if known is None or known.rref() is not target.on or entered_scopes() or awaited:
+            return None
+        if current_record() is not None or current_context_id() >= 0:  # it is recorded
+            return None
+        (value,), encoded = args, known.target
+        found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
+        if found is None or encoded in self._transfers.large_results:
+            return None
+        kind, cell = found
+        column = cell if type(kind) is tuple else (cell,)
+        data = dump(((self.encoder.heads[encoded, False, (), (kind,)].data, (number,), (column,)),))
+        return (encoded, data) if len(data) <= INLINE_BYTES else None
 
     def _register(
         self, number: int, receiver: ReplyReceiver, target: Target, encoded: EncodedTarget
@@ -404,24 +436,6 @@ class Connection(Channel):
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
-    def on_frame(self, kind: int, data: bytes) -> int:
-        if kind == RESULTS:
-            self._pending.deliver(outcomes := decode_reply(data))
-            return len(outcomes)
-        if (read := self._carriers.read.get(kind)) is not None:
-            self._pending.deliver(decode_reply(*read(data)))
-            return 1
-        if (handle := self._carriers.news.get(kind)) is not None:
-            handle(data)
-            return 0
-        if kind == RETIRE:
-            self._retire()
-            return 0
-        if kind == WHERE:
-            self.questions.on_answer(data)
-            return 0
-        return super().on_frame(kind, data)
-
     def _on_carrier(self) -> None:
         """Let large results come by the carrier, too."""
         self._peer.tensor_offer = self._carriers.sockets.taken
@@ -434,10 +448,6 @@ class Connection(Channel):
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
-        peer = self._peer
-        peer.last_heard = time.monotonic()
-        if peer.state is not _ALIVE:
-            self._observer.on_message(peer)
         if self._state.queue:
             self.flush()
         if not (wake := self._pending.wake):
@@ -458,6 +468,7 @@ class Connection(Channel):
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results that torch RPC has brought."""
         self._pending.deliver(outcomes)
+        self.note_heard()
         self.on_read()
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────
@@ -494,7 +505,7 @@ class Connection(Channel):
         elif exc is not None:  # otherwise it was open, and its end is judged
             self._finish(WorkerUnreachable(self.peer.name, repr(exc)))
 
-    def _retire(self) -> None:
+    def _retire(self, _: bytes) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
         self.is_finished = self._must_answer_retire = True
         self._observer.on_leave_message(self.peer.name, self.peer.id, "retires", "")

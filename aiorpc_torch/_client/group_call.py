@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 from .._aio.deadlines import ForeseenTimer, anyio_scope_deadline, deadline_in, earlier
 from .._aio.items import ItemIterator, has_passed
 from .._aio.loops import call_soon
-from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
 from .._context.interception import CallInfo, End, Kind, begin_group, is_needed
 from .._torch.compat import RRefBase
@@ -29,7 +28,7 @@ from ..errors import CallTimeout, GroupError, RemoteError, WorkerGone
 from .answers import exception_of
 from .call import USED, LazyCall
 from .connection import Connection
-from .pending import cancel, expire, foresee
+from .pending import InlineFuture, cancel, expire, foresee
 from .pool import connection_to, current
 from .routes import Place, Route
 from .supervised import Supervised

@@ -34,7 +34,6 @@ from torch.distributed.rpc import RRef
 from .._aio.deadlines import in_seconds
 from .._aio.items import ItemIterator
 from .._aio.loops import call_soon
-from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
 from .._handles.mistakes import OnlyIterated
 from .._torch.rrefs import identity, owner_name
@@ -44,6 +43,7 @@ from ..errors import CallTimeout, WorkerGone, WorkerLeft, WorkerLost, WorkerUnre
 from .answers import exception_of
 from .group_call import MemberCalls
 from .group_schedule import MapSchedule, Outcome
+from .pending import InlineFuture
 from .pool import connection_to
 from .routes import Route, checked_retries
 from .supervised import Supervised

@@ -8,11 +8,13 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .._aio.deadlines import set_deadline
+from .._aio.tasks import warn_if_blocking
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
 from .._handles.mistakes import note_rref
@@ -30,17 +32,20 @@ from .._wire.columns import (
     direct_cell,
     plain_cell,
 )
-from .._wire.exceptions import RemoteFailure, try_add_note
+from .._wire.exceptions import RemoteFailure, note_has_run, try_add_note
 from .._wire.messages import Arguments, Carried
 from .._wire.pickling import pack
 from .._wire.targets import GENERATOR_HINT, function_name
 from .._wire.tensors import small_tensor
 from ..errors import WorkerLost
 from .reply import DeferredReply
-from .session import Session
 from .timings import timings
 
+if TYPE_CHECKING:
+    from .session import Session
+
 _TAKEN: Arguments = (), {}
+_NOT_CALLED = object()
 
 Joiner = functools.partial[Callable[[], object]]
 """Adds a call to a batch, given its `settle`, receiver of items, arguments and caller; returns how
@@ -60,7 +65,7 @@ class ServerCall:
     has_sent = False  # whether an item of a stream has been sent
     why_lost: str | None = None  # set if it is cancelled because its caller was lost
     task: asyncio.Task[None] | None = None  # set while it runs on the loop
-    session: Session | None = None  # None for a call of a torch client
+    session: "Session | None" = None  # None for a call of a torch client
     number = -1  # that of its caller
     joiner: Joiner | None = None  # set if `function` is batched
     deadline: float | None = None
@@ -99,6 +104,40 @@ class ServerCall:
     def is_given_up(self) -> bool:
         """Return whether the caller has left, or is late. In any thread."""
         return self.is_cancelled or self.is_past_deadline()
+
+    async def run(self, name: str, value: Any = _NOT_CALLED) -> None:
+        """Run the call to its end, in a task.
+
+        Each waiting call keeps one such frame, so it stays small: there may be 100,000. If the
+        function ran in a thread, `value` is the awaitable that it has returned.
+        """
+        self.has_started = True
+        if self.is_cancelled:
+            if value is _NOT_CALLED:
+                self.fail(asyncio.CancelledError())
+                return
+            if task := asyncio.current_task():
+                task.cancel()  # the coroutine sees it at its first await
+        try:
+            if value is _NOT_CALLED:
+                value = self.invoke()
+            if type(value) is CoroutineType:  # the common case
+                value = await warn_if_blocking(value, name)
+            elif inspect.isawaitable(value):
+                value = await (
+                    warn_if_blocking(value, name) if inspect.iscoroutine(value) else value
+                )
+            if self.kind == "stream":
+                await self.pump(value)
+        except BaseException as exc:  # a KeyboardInterrupt must not end the serving loop
+            note_has_run(exc)
+            self.fail(exc)
+        else:
+            self.succeed(value)
+
+    async def pump(self, value: Any) -> None:
+        """Send the items of what the function of a stream has returned."""
+        raise NotImplementedError
 
     def invoke(self) -> Any:
         """Run the function in the current thread and context."""
@@ -184,29 +223,28 @@ class ServerCall:
 class RpcCall(ServerCall):
     """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
-    session: Session
+    session: "Session"
     sends_value = True  # its result is what the function returns
 
     def __init__(
         self,
-        session: Session,
+        session: "Session",
         reply: Any,
         number: int,
+        now: float,
         function: Callable[..., Any],
         arguments: Arguments,
-        worker: str,
         on_loop: bool,
         joiner: Joiner | None = None,
         order_key: Any = None,  # of its object, whose calls stay in order
     ) -> None:
         self.function, self.arguments, self.order_key = function, arguments, order_key
         self.session, self.reply, self.number = session, reply, number
-        self.worker, self.on_loop, self.started = worker, on_loop, session.read_at
+        self.worker, self.on_loop, self.started = session.worker, on_loop, now
         if joiner is not None:
             self.joiner = joiner
         if type(reply) is DeferredReply:
             self.recording = reply.recording
-        session.calls[number] = self
 
     @property
     def caller(self) -> str:

@@ -1,7 +1,8 @@
-"""The way of received calls from their frame to the executor.
+"""The received calls of a session: from their frames to the executor.
 
 A group of calls becomes `RpcCall`s. Its head is resolved once in a session, and verified at each
-group. A call that cannot be read or resolved fails alone.
+group. A call that cannot be read or resolved fails alone. Calls of an object wait for the payload
+of an earlier one.
 """
 
 import asyncio
@@ -10,11 +11,11 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from sys import modules
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,46 +26,131 @@ from .._endpoint.runtime import runs_on_loop, warn_if_switch_is_void
 from .._torch import rrefs
 from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.profiling import profiler_enabled
+from .._torch.rrefs import RRefId
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
-from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
+from .._wire.messages import (
+    MAX_HEADS,
+    MAX_KNOWN_HEAD,
+    CallHead,
+    Group,
+    check_groups,
+    numbers_of,
+    read_groups,
+)
 from .._wire.pickling import LongPickle
+from .._wire.plain import reader
+from .._wire.slots import Slots
 from .._wire.staged import OnDevice
 from .._wire.targets import CreateTarget, MakeTarget, MethodTarget, Target, order_key
+from .._wire.tensors import from_bytes
 from .._wire.wire_targets import decode_target
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
 from .exclusive import turns_for, unguarded
 from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveCreate, ExclusiveStream
 from .executor import Executor
 from .exports import ExportPolicy
-from .session import Payload, Session
+from .reply import complete_reply
 from .stream_writer import StreamCall
 from .timings import timings
 
+if TYPE_CHECKING:
+    from .session import Session
+
 log = logging.getLogger("aiorpc_torch")
 
-NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
+_read_control = reader(tuple[list[int], list[tuple[int, int]]])
+_read_slot = reader(tuple[int, RRefId | str | None])
+
+
+class Payload(NamedTuple):
+    """A call that came by torch RPC, apart from its slot, and the future of the reply."""
+
+    groups: Sequence[Group]
+    tensors: Sequence[Tensor]
+    reply: Any
+    context: int
+    fence: Any
 
 
 class Dispatcher:
-    """The way of a session's calls from their frame to the executor.
+    """The received calls of one session: from their frames to the executor, each in its turn.
 
     Args:
-        worker: name of this worker.
+        session: the session.
         executor: runs the calls.
         exports: what calls may reach, None for everything.
+
+    Attributes:
+        calls: those that are not answered, by number.
+        slots: those without their payload, and the later ones of their objects.
+        heads: of groups of calls, by their bytes.
+        served: number of calls received.
     """
 
-    def __init__(self, worker: str, executor: Executor, exports: ExportPolicy | None) -> None:
-        self._worker = worker
+    def __init__(
+        self, session: "Session", executor: Executor, exports: ExportPolicy | None
+    ) -> None:
+        self.calls: dict[int, RpcCall] = {}
+        self.slots: Slots[Any] = Slots()
+        self.heads: dict[bytes, KnownHead] = {}
+        self.served = 0
+        self._session = session
         self._executor = executor
         self._exports = exports
 
-    def start_calls(
+    # ── frames ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_calls(self, data: bytes, tensors: Sequence[Tensor] = ()) -> int:
+        """Start the calls of a frame, in order; return their number.
+
+        `tensors` are those that came outside the bytes.
+        """
+        groups = read_groups(data)
+        if len(groups) != 1 or len(groups[0].numbers) != 1 or groups[0].budgets:
+            check_groups(groups)
+        return self._start(groups, tensors)
+
+    def on_slot(self, data: bytes) -> int:
+        """Hold back the later calls of an object until a payload is there."""
+        number, key = _read_slot(data)
+        self._start_held(self.slots.open(number, key))
+        return 1
+
+    def on_control(self, data: bytes) -> int:
+        """Cancel calls, and let streams go on."""
+        cancels, grants = _read_control(data)
+        for number in cancels:
+            self._start_held(self.slots.drop(number))
+            self._session.release(number)
+            if (call := self.calls.get(number)) is not None:
+                self._executor.cancel(call)
+            if (held := self.slots.take(number)) is not None:  # waits for another payload
+                self._drop_held(held)
+        for number, credit in grants:
+            if (call := self.calls.get(number)) is not None:
+                call.grant(credit)
+        return len(cancels) + len(grants)
+
+    def on_payload(self, number: int, payload: Payload) -> None:
+        """Handle a payload that came by torch RPC."""
+        ready = None if self._session.ended.is_set() else self.slots.fill(number, payload)
+        if ready is None:  # cancelled by the caller
+            complete_reply(payload.reply, ())
+        else:
+            self._start_held(ready)
+
+    def close(self) -> None:
+        """End the calls that were held back."""
+        for item in self.slots.close():
+            self._drop_held(item)
+
+    # ── calls that may start ────────────────────────────────────────────────────────────────────
+
+    def _start(
         self,
-        session: Session,
         groups: Sequence[Group],
-        tensors: Sequence[Tensor] = (),
+        tensors: Sequence[Tensor],
         reply: Any = None,
         fence: StreamFence | None = None,
     ) -> int:
@@ -76,28 +162,31 @@ class Dispatcher:
             fence: Is awaited in the thread that uses the tensors.
         """
         numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
-        if not session.calls.keys().isdisjoint(numbers):
+        running = self.calls
+        if not running.keys().isdisjoint(numbers):
             raise ValueError("a message has the number of a call that is already running")
-        session.served += len(numbers)
-        session.read_at = time.monotonic()
+        self.served += len(numbers)
+        now = time.monotonic()
         try:
-            calls = calls_of(groups, tensors, session, reply, self._worker, self._exports)
+            calls = self.calls_of(groups, tensors, reply, now)
         except BaseException as exc:  # later calls of the session must still be served
-            log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
-            calls = failing_calls(numbers, session, reply, self._worker, exc)
+            log.warning("calls from worker %r cannot be read: %r", self._session.caller, exc)
+            calls = self._failing(numbers, reply, now, exc)
+        for call in calls:
+            running[call.number] = call
         if fence is not None or timings.is_on or profiler_enabled():
             _note(calls, fence)
         if (propagation.used or TRACER in modules) and is_needed():
             for call in calls:
                 call.carried = call.carried or ()  # interceptors are told of it
         if tensors:
-            calls = [call for call in calls if not self._load(session, call)]
-        if reply is None and session.slots.queues:
-            calls = [call for call in calls if session.admit(call)]
+            calls = [call for call in calls if not self._load(call)]
+        if reply is None and self.slots.queues:
+            calls = [call for call in calls if self.slots.admit(call.order_key, call)]
         self._executor.start(calls)
         return len(numbers)
 
-    def _load(self, session: Session, call: RpcCall) -> bool:
+    def _load(self, call: RpcCall) -> bool:
         """Load the arguments of a call in a thread, before it is started; return whether they are.
 
         Later calls of its object wait for it. One that came by torch has had its turn.
@@ -112,20 +201,116 @@ class Dispatcher:
 
         def start(arguments: Any) -> None:
             _set_arguments(call, arguments)
-            session.start_loaded(call)
+            is_over = self._session.ended.is_set()
+            ready = None if is_over else self.slots.fill(call.number, call)
+            self._start_held((call,) if ready is None else ready)  # a cancelled one is answered
 
-        session.hold(call)
+        self._start_held(self.slots.open(call.number, call.order_key))
         pickled.load_in_thread(asyncio.get_running_loop(), start)
         return True
 
-    def start_payload_call(self, session: Session, payload: Payload) -> None:
-        """Start a call whose payload has arrived."""
-        if payload.groups[0].numbers[0] in session.calls:
-            payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
-            return
-        if payload.fence is not None:  # before user code that unpickles the arguments
-            payload.fence.wait()
-        self.start_calls(session, payload.groups, payload.tensors, payload.reply, payload.fence)
+    # ── calls that waited for a payload ─────────────────────────────────────────────────────────
+
+    def _start_held(self, items: Iterable[Any]) -> None:
+        for item in items:
+            if not isinstance(item, Payload):
+                self._executor.start((item,))
+            elif item.groups[0].numbers[0] in self.calls:
+                complete_reply(item.reply, ())  # the caller repeated a number
+            else:
+                if item.fence is not None:  # before user code that unpickles the arguments
+                    item.fence.wait()
+                self._start(item.groups, item.tensors, item.reply, item.fence)
+
+    def _drop_held(self, item: Any) -> None:
+        """End a cancelled call that was held back; torch awaits the reply of a payload."""
+        if isinstance(item, Payload):
+            complete_reply(item.reply, ())
+        else:
+            self._executor.start((item,))
+
+    # ── calls from groups ───────────────────────────────────────────────────────────────────────
+
+    def calls_of(
+        self, groups: Sequence[Group], tensors: Sequence[Tensor], reply: Any, now: float
+    ) -> list[RpcCall]:
+        """Return the calls of a message, in order. Raises if the message is inconsistent.
+
+        `reply` answers calls that came by torch RPC. If it is None, the session answers. `now` is
+        the `time.monotonic()` of their arrival.
+        """
+        session, rest = self._session, iter(tensors)
+        calls: list[RpcCall] = []
+        for group in groups:
+            head, before = self.heads.get(group.head), len(calls)
+            if head is None:
+                head = self._new_head(group.head)
+            wire = head.wire
+            try:
+                function, on_loop, joiner, kind = head.resolve(rest, self._exports)
+            except BaseException as exc:  # each call of the group raises it
+                wire.skip(group, rest)
+                calls += self._failing(group.numbers, reply, now, exc, stream=wire.stream)
+                continue
+            numbers, columns, kind_of_all = group.numbers, group.columns, wire.only_kind
+            if kind_of_all is not None and len(columns) == 1 and type(columns[0]) is bytes:
+                # One small tensor each, the common case.
+                values = from_bytes(kind_of_all, columns[0], len(numbers))
+                rows: list[Any] = [((value,), {}) for value in values]
+            else:
+                rows = wire.rows(group, rest)
+            key = head.key
+            for number, row in zip(numbers, rows):  # noqa: B905 - 0.2 µs
+                if type(row) is RemoteFailure:
+                    failing = _failing_kind(stream=wire.stream)
+                    call = failing(session, reply, number, now, row.raise_, _NOTHING, on_loop)
+                    call.order_key = key
+                else:
+                    call = kind(session, reply, number, now, function, row, on_loop, joiner, key)
+                    if type(row) is OnDevice:
+                        call.arguments, call.fence = row.value, fence_tensors(row.tensors)
+                calls.append(call)
+            if group.budgets or group.batches or group.carried:
+                self._bound(calls[before:], group)
+        if len(groups) > 1:
+            calls.sort(key=attrgetter("number"))
+        return calls
+
+    def _new_head(self, data: bytes) -> "KnownHead":
+        head = KnownHead(data)
+        # What is pickled differs from call to call, and so does a fork of an RRef.
+        target = head.wire.target
+        differs = isinstance(target, bytes) or isinstance(target.on, bytes)
+        if not differs and len(data) <= MAX_KNOWN_HEAD:
+            if len(self.heads) >= MAX_HEADS:
+                self.heads.clear()
+            self.heads[data] = head
+        return head
+
+    def _bound(self, calls: Sequence[RpcCall], group: Group) -> None:
+        """Give calls their deadlines, the batches that wait for them, and their variables."""
+        for call, budget in zip(calls, group.budgets, strict=False):  # as many, or none
+            call.deadline = None if budget is None else deadline_after(budget)
+        for call in calls if group.batches else ():
+            batches = from_wire(self._session.worker, group.batches)
+            call.scope = _batch_scope(batches, self.calls, call.number)
+        for call in calls if group.carried else ():
+            call.carried = group.carried
+
+    def _failing(
+        self,
+        numbers: Sequence[int],
+        reply: Any,
+        now: float,
+        exc: BaseException,
+        *,
+        stream: bool = False,
+    ) -> list[RpcCall]:
+        """Return a call that raises `exc` for each number."""
+        kind, function = _failing_kind(stream=stream), functools.partial(_raise, exc)
+        return [
+            kind(self._session, reply, number, now, function, _NOTHING, False) for number in numbers
+        ]
 
 
 def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
@@ -134,52 +319,6 @@ def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
             call.fence = fence
         if timings.is_on or profiler_enabled():
             call.record()
-
-
-# ── calls ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def calls_of(
-    groups: Sequence[Group],
-    tensors: Sequence[Tensor],
-    session: Session,
-    reply: Any,
-    worker: str,
-    exports: ExportPolicy | None = None,
-) -> list[RpcCall]:
-    """Return the calls of a message, in order. Raises if the message is inconsistent.
-
-    `reply` answers calls that came by torch RPC. If it is None, the session answers.
-    """
-    rest = iter(tensors)
-    calls: list[RpcCall] = []
-    for group in groups:
-        head, before = session.heads.get(group.head), len(calls)
-        if head is None:
-            head = _new_head(session, group.head)
-        wire = head.wire
-        try:
-            function, on_loop, joiner, kind = head.resolve(rest, exports)
-        except BaseException as exc:  # each call of the group raises it
-            wire.skip(group, rest)
-            calls += failing_calls(group.numbers, session, reply, worker, exc, stream=wire.stream)
-            continue
-        key = head.key
-        for number, row in zip(group.numbers, wire.rows(group, rest)):  # noqa: B905 - 0.2 µs
-            if type(row) is RemoteFailure:
-                failing = _failing_kind(stream=wire.stream)
-                work = row.raise_, _NOTHING
-                call = failing(session, reply, number, *work, worker, on_loop, None, key)
-            else:
-                call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
-                if type(row) is OnDevice:
-                    call.arguments, call.fence = row.value, fence_tensors(row.tensors)
-            calls.append(call)
-        if group.budgets or group.batches or group.carried:
-            _bound(calls[before:], group, session, worker)
-    if len(groups) > 1:
-        calls.sort(key=attrgetter("number"))
-    return calls
 
 
 def _set_arguments(call: RpcCall, arguments: Any) -> None:
@@ -192,54 +331,15 @@ def _set_arguments(call: RpcCall, arguments: Any) -> None:
         call.arguments = arguments
 
 
-def _bound(calls: Sequence[RpcCall], group: Group, session: Session, worker: str) -> None:
-    """Give calls their deadlines, the batches that wait for them, and their context variables."""
-    for call, budget in zip(calls, group.budgets, strict=False):  # as many, or none
-        call.deadline = None if budget is None else deadline_after(budget)
-    for call in calls if group.batches else ():
-        call.scope = _batch_scope(from_wire(worker, group.batches), session, call.number)
-    for call in calls if group.carried else ():
-        call.carried = group.carried
-
-
-def _new_head(session: Session, data: bytes) -> "KnownHead":
-    head = KnownHead(data)
-    # What is pickled differs from call to call, and so does a fork of an RRef.
-    target = head.wire.target
-    differs = isinstance(target, bytes) or isinstance(target.on, bytes)
-    if not differs and len(data) <= MAX_KNOWN_HEAD:
-        if len(session.heads) >= MAX_HEADS:
-            session.heads.clear()
-        session.heads[data] = head
-    return head
-
-
-def _batch_scope(batches: frozenset[BatchId], session: Session, number: int) -> BatchScope:
+def _batch_scope(batches: frozenset[BatchId], calls: dict[int, RpcCall], number: int) -> BatchScope:
     # Open until the call is answered or cancelled: a task that outlives the call may call the queue
     # again. (tests/loopback/test_self_waiting_batches.py)
     # Not a method of the call: such tasks would keep its object alive.
-    calls = session.calls
-
     def is_open() -> bool:
         call = calls.get(number)
         return call is not None and not call.is_cancelled
 
     return BatchScope(batches, is_open)
-
-
-def failing_calls(
-    numbers: Sequence[int],
-    session: Session,
-    reply: Any,
-    worker: str,
-    exc: BaseException,
-    *,
-    stream: bool = False,
-) -> list[RpcCall]:
-    """Return a call that raises `exc` for each number."""
-    kind = _failing_kind(stream=stream)
-    function = functools.partial(_raise, exc)
-    return [kind(session, reply, number, function, _NOTHING, worker, False) for number in numbers]
 
 
 def _failing_kind(*, stream: bool) -> Callable[..., RpcCall]:

@@ -3,18 +3,16 @@
 import asyncio
 import contextvars
 import functools
-import inspect
 import logging
 import operator
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from types import CoroutineType
 from typing import Any
 
 from .._aio.deadlines import set_deadline
 from .._aio.entry_queue import EntryQueue
 from .._aio.fork import run_in_method
-from .._aio.tasks import start_task, warn_if_blocking
+from .._aio.tasks import start_task
 from .._aio.threads import DaemonThreadPool
 from .._context.cancellation import ask_whether_given_up
 from .._context.recording import enter_record
@@ -28,9 +26,7 @@ from .exclusive_calls import CallInTurn
 from .stream_writer import (
     StreamCall,
     check_streamable,
-    entered,
     is_manager,
-    pump_async,
     pump_in_thread,
 )
 
@@ -101,7 +97,7 @@ class Executor:
 
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name
-        coroutine, context = _run(call, name), self._context.copy()
+        coroutine, context = call.run(name), self._context.copy()
         if (self._deferring or self._scheduled) and self._must_defer():
             call.task = self._loop.create_task(coroutine, name=name, context=context)
         else:
@@ -152,9 +148,9 @@ class Executor:
 
     def _resume_on_loop(self, call: ServerCall, value: Any, context: contextvars.Context) -> None:
         call.task = self._loop.create_task(
-            _run(call, call.name, value), name=call.name, context=context
+            call.run(call.name, value), name=call.name, context=context
         )
-        # User code may cancel the task before its first step, at which `_run` would answer.
+        # User code may cancel the task before its first step, at which `run` would answer.
         call.task.add_done_callback(functools.partial(_fail_unstarted, call))
 
     def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
@@ -268,41 +264,6 @@ def _fail_if_expired(call: ServerCall) -> bool:
 def _fail_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:
     if task.cancelled():
         call.fail(asyncio.CancelledError())
-
-
-_NOT_CALLED = object()
-
-
-async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
-    """Run a call to its end.
-
-    Each waiting call keeps one such frame, so it stays small: there may be 100,000. If the function
-    ran in a thread, `value` is the awaitable that it has returned.
-    """
-    call.has_started = True
-    if call.is_cancelled:
-        if value is _NOT_CALLED:
-            call.fail(asyncio.CancelledError())
-            return
-        if task := asyncio.current_task():
-            task.cancel()  # the coroutine sees it at its first await
-    try:
-        if value is _NOT_CALLED:
-            value = call.invoke()
-        if type(value) is CoroutineType:  # the common case
-            value = await warn_if_blocking(value, name)
-        elif inspect.isawaitable(value):
-            value = await (warn_if_blocking(value, name) if inspect.iscoroutine(value) else value)
-        if isinstance(call, StreamCall):
-            if is_manager(value):
-                value = entered(value)
-            check_streamable(value, call.name)
-            await pump_async(call, value)
-    except BaseException as exc:  # a KeyboardInterrupt must not end the serving loop
-        note_has_run(exc)
-        call.fail(exc)
-    else:
-        call.succeed(value)
 
 
 def _settle_from(call: ServerCall, future: "RawFuture[Any]") -> None:

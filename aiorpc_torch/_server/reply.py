@@ -1,5 +1,6 @@
 """Replies to messages in an autograd context, sent when all nested calls are answered."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from .._context.recording import ContextRecord
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.sendable import check_tensors
+from .._wire.columns import FAILED
 from .._wire.exceptions import RemoteFailure
+from .._wire.messages import EncodedResult, encode_reply
+from .._wire.payloads import message_for_torch
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -70,3 +74,27 @@ def reply_for(context: int, future: Any, tensors: Sequence[Tensor]) -> Any:
     if context < 0:
         return future
     return DeferredReply(future, ContextRecord(context, attach_recv_edge(tensors)))
+
+
+def complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
+    """Complete the reply to a message of torch RPC, if it is one. In any thread."""
+    if reply is None:
+        return
+    answer: Any = b""
+    try:
+        answer = _answer(results)
+    except Exception as exc:  # e.g. no memory; the caller would wait for ever
+        log.warning("a result cannot be encoded: %r", exc)
+        failure = RemoteFailure.of(exc, "the callee")
+        with contextlib.suppress(Exception):  # no memory for this either
+            answer = _answer([(key, FAILED, failure) for key, _, _ in results])
+    try:
+        reply.set_result(answer)
+    except Exception as exc:  # torch has stopped
+        log.debug("reply not sent: %s", exc)
+
+
+def _answer(results: Sequence[EncodedResult]) -> Any:
+    """Return results as the value of torch's future."""
+    data, tensors = encode_reply(results)
+    return message_for_torch(data, tensors) if tensors or results else data

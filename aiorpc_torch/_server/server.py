@@ -40,15 +40,15 @@ from .._wire.messages import (
 from .._wire.payloads import detach_data
 from .._wire.plain import reader
 from ..errors import RemoteError, RpcError, WorkerGone, WorkerLost
-from .calls import RpcCall, ServerCall
+from .calls import ServerCall
 from .created import CreatedObjects
-from .dispatch import NO_RESULTS, Dispatcher
+from .dispatch import Payload
 from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
 from .pauses import Pauses
-from .reply import reply_for
-from .session import Payload, Session
+from .reply import complete_reply, reply_for
+from .session import Session
 from .sessions import SessionTable
 from .standing import View
 from .torch_clients import TorchCall
@@ -84,17 +84,15 @@ class Server:
         self.name = members.name
         self.names = NameTable()
         self.sessions = SessionTable(members.name)
+        self.observer = observer
+        self.exports = exports
+        self.on_question = on_question
+        self.executor = Executor(threads)
+        self.created = CreatedObjects(self.executor.call_on_loop)
+        self.lend_thread = self.executor.submit_to_threads
+        self.pauses = Pauses(self.executor, self.sessions.open_calls)
         self._members = members
-        self._observer = observer
-        self.on_message, self.on_question = observer.on_message, on_question
         self._routes = DeviceRoutes()
-        self._executor = Executor(threads)
-        self.lend_thread = self._executor.submit_to_threads
-        self.pauses = Pauses(self._executor, self.sessions.open_calls)
-        dispatcher = Dispatcher(members.name, self._executor, exports)
-        self.start_calls = dispatcher.start_calls
-        self.start_payload_call = dispatcher.start_payload_call
-        self._created = CreatedObjects(self._executor.call_on_loop)
         self._listener: Listener | None = None
         self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
@@ -122,7 +120,7 @@ class Server:
         mapped = self._routes.answers.get(caller.name, NO_DEVICES)
         # Another process may have taken its place since it was introduced: it is refused then.
         peer = self._members.get(caller.name, caller.worker_id) or _past(caller)
-        session = Session(self, peer, connection, self._executor.call_on_loop, mapped)
+        session = Session(self, peer, connection, mapped)
         self.sessions.add(session)
         return session
 
@@ -151,7 +149,7 @@ class Server:
             error = RemoteError(f"worker {self.name!r} cannot read the payload of a call: {exc!r}")
             return completed_future(RemoteFailure.of(error, self.name))
         payload = Payload(groups, tensors, reply, context, fence_tensors(tensors))
-        self._executor.call_on_loop(functools.partial(self._on_payload, key, payload))
+        self.executor.call_on_loop(functools.partial(self._on_payload, key, payload))
         return answer  # type: ignore[no-any-return]
 
     def collect(self, data: bytes) -> "Future[Any]":
@@ -181,16 +179,12 @@ class Server:
         call.recording = record_of_torch_context()
         if is_needed():
             call.carried = ()
-        self._executor.call_on_loop(functools.partial(self._executor.start, (call,)))
+        self.executor.call_on_loop(functools.partial(self.executor.start, (call,)))
         return reply
-
-    def on_created(self, created: Any) -> None:
-        """End a created object when its last RRef is dropped, or when this worker leaves."""
-        self._created.add(created)
 
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the messages of torch RPC. From any thread."""
-        self._executor.call_on_loop(step)
+        self.executor.call_on_loop(step)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -212,20 +206,12 @@ class Server:
                 RemoteError(f"no connection to worker {self.name!r}: {exc}"), ""
             )
 
-    def start_held_call(self, call: RpcCall) -> None:
-        """Start a call that waited for the payload of an earlier call."""
-        self._executor.start([call])
-
     def _on_payload(self, key: SessionKey, payload: Payload) -> None:
         session = self.sessions.get(key)
         if session is None:
-            payload.reply.set_result(NO_RESULTS)
+            complete_reply(payload.reply, ())
         else:
-            session.on_payload(payload.groups[0].numbers[0], payload)
-
-    def cancel(self, call: RpcCall) -> None:
-        """Cancel a call."""
-        self._executor.cancel(call)
+            session.dispatcher.on_payload(payload.groups[0].numbers[0], payload)
 
     def on_session_end(self, session: Session, what: str, text: str) -> None:
         """Cancel the calls of a session that has ended, and report why it has."""
@@ -233,9 +219,9 @@ class Server:
         name, worker_id, _ = session.key
         if what == "lost":
             lost = WorkerLost(name, "its connection has ended")
-            self._observer.on_disconnect(name, worker_id, lost)
+            self.observer.on_disconnect(name, worker_id, lost)
         else:
-            self._observer.on_leave_message(name, worker_id, what, text)
+            self.observer.on_leave_message(name, worker_id, what, text)
 
     def tally(self) -> tuple[int, int, int]:
         """Return the calls served, those that run, and the bytes of held results. In any thread."""
@@ -255,7 +241,7 @@ class Server:
 
     def view(self) -> View:
         """Return the calls as they stand now."""
-        return View(self.name, self.open_calls(), self._executor)
+        return View(self.name, self.open_calls(), self.executor)
 
     def end_process(self, peer: Peer, text: str) -> None:
         """End what a member's process has here, which was replaced or has left; tell it why."""
@@ -315,7 +301,7 @@ class Server:
         """
         self._is_leaving, self._failure = True, failure
         self._block_traceback = text.partition("\n")[2] if failure else ""
-        self._executor.refusal = self._gone
+        self.executor.refusal = self._gone
         self.names.clear()
         calls = self.end_calls()
         sessions = [*self.sessions.values()]
@@ -327,7 +313,7 @@ class Server:
         for task in tasks and (await asyncio.wait(tasks, timeout=timeout))[1]:
             detach_task(task, f"{tasks[task].name} of worker {self.name}")
         await asyncio.gather(*(session.ended.wait() for session in sessions))
-        self._executor.close(0.1, self.name)
+        self.executor.close(0.1, self.name)
 
     def end_calls(self) -> list[ServerCall]:
         """Fail and cancel the calls that run here; return them."""
@@ -345,12 +331,12 @@ class Server:
     async def handle_last_messages(self) -> None:
         """Wait until the messages that torch has delivered so far are handled."""
         is_handled = asyncio.Event()
-        self._executor.call_on_loop(is_handled.set)
+        self.executor.call_on_loop(is_handled.set)
         await is_handled.wait()
 
     async def end_objects(self, timeout: float) -> None:
         """End the objects that callers have created here, each in at most `timeout` seconds."""
-        await self._created.close(timeout)
+        await self.created.close(timeout)
 
 
 def _past(caller: Party) -> Peer:

@@ -1,28 +1,23 @@
 """The callee's end of one connection: calls in, results out.
 
-A session knows the calls that run, those that wait for a payload, and the results held for their
-caller.
+Its `Dispatcher` starts the calls, its `ResultSender` sends what does not leave at once.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from threading import get_ident
-from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
-from .._peers.peers import Peer, State
+from .._peers.peers import Peer
 from .._torch import devices
-from .._torch.rrefs import RRefId
-from .._wire.columns import FAILED, CellKind
-from .._wire.exceptions import RemoteFailure
+from .._wire.columns import CellKind, write_kind
 from .._wire.frames import (
     CALLS,
     CONTROL,
@@ -33,69 +28,19 @@ from .._wire.frames import (
     frame,
     header,
 )
-from .._wire.messages import (
-    EncodedResult,
-    Group,
-    SessionKey,
-    encode_lone_result,
-    encode_reply,
-    load_calls,
-)
-from .._wire.payloads import message_for_torch
+from .._wire.messages import EncodedResult, SessionKey
 from .._wire.pickling import PickledValue
-from .._wire.plain import reader
-from .._wire.slots import Slots
+from .._wire.plain import dump
 from .._wire.staged import stage
+from .dispatch import Dispatcher
+from .reply import complete_reply
 from .result_sender import ResultSender
+from .timings import CallRecord
+
+if TYPE_CHECKING:
+    from .server import Server
 
 log = logging.getLogger("aiorpc_torch")
-
-_ALIVE = State.ALIVE
-_read_control = reader(tuple[list[int], list[tuple[int, int]]])
-_read_slot = reader(tuple[int, RRefId | str | None])
-
-
-class Payload(NamedTuple):
-    """A call that came by torch RPC, apart from its slot, and the future of the reply."""
-
-    groups: Sequence[Group]
-    tensors: Sequence[Tensor]
-    reply: Any
-    context: int
-    fence: Any
-
-
-class Handler(Protocol):
-    """The receiver of a session's calls."""
-
-    def start_calls(
-        self, session: "Session", groups: Sequence[Group], tensors: Sequence[Tensor] = ()
-    ) -> int:
-        """Start the calls of a frame, in order; return their number.
-
-        `tensors` are those in shared memory.
-        """
-
-    def start_payload_call(self, session: "Session", payload: Payload) -> None:
-        """Start a call whose payload has arrived."""
-
-    def start_held_call(self, call: Any) -> None:
-        """Start a call that waited for the payload of an earlier call."""
-
-    def cancel(self, call: Any) -> None:
-        """Cancel a call."""
-
-    def on_created(self, created: Any) -> None:
-        """Note that a caller has created an object. In any thread."""
-
-    def on_question(self, session: "Session", data: bytes) -> None:
-        """Answer a question where calls of the session stand."""
-
-    def on_message(self, peer: Peer) -> None:
-        """Note a message of a caller that is not alive."""
-
-    def on_session_end(self, session: "Session", what: str, text: str) -> None:
-        """Handle the end of the connection; `what` is "lost" if no last frame came."""
 
 
 class Session(Channel):
@@ -109,29 +54,34 @@ class Session(Channel):
 
     def __init__(
         self,
-        handler: Handler,
+        server: "Server",
         peer: Peer,
         connection: int,
-        call_on_loop: Callable[[Callable[[], None]], None],
         mapped: devices.DeviceMapping = devices.NO_DEVICES,
     ) -> None:
-        super().__init__()
+        super().__init__(peer, server.observer)
+        self.worker = server.name
         self.caller = peer.name
         self.key: SessionKey = (peer.name, peer.worker_id, connection)
-        self._peer = peer
-        self.calls: dict[int, Any] = {}
-        self.slots: Slots[Any] = Slots()
-        self.heads: dict[bytes, Any] = {}  # of groups of calls
         self.retired = asyncio.Event()  # set when no further call comes
-        self.served = 0
-        self.read_at = 0.0  # `time.monotonic()` of the last message with calls
-        self.events: dict[int, Any] = {}  # of calls that are recorded: `timings.CallRecord`
-        self._handler = handler
-        self._call_on_loop = call_on_loop
+        self.events: dict[int, CallRecord] = {}  # of calls that are recorded
+        self.on_created = server.created.add
+        self._server = server
+        self._call_on_loop = server.executor.call_on_loop
         self._mapped = mapped
         self._loop_thread = get_ident()
+        self.dispatcher = Dispatcher(self, server.executor, server.exports)
+        self.calls = self.dispatcher.calls
         self._carriers = Carriers(self, self._loop)
         self._results = ResultSender(self, peer.name, self._carriers, self.calls)
+        self.handlers |= {
+            CALLS: self.dispatcher.on_calls,
+            CONTROL: self.dispatcher.on_control,
+            SLOT: self.dispatcher.on_slot,
+            RETIRE: self._on_retired,
+            WHERE: functools.partial(server.on_question, self),
+            **self._carriers.handlers(self.dispatcher.on_calls),
+        }
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -143,90 +93,9 @@ class Session(Channel):
         """Return the size of the held results in bytes. In any thread."""
         return self._results.held_bytes
 
-    # ── calls ───────────────────────────────────────────────────────────────────────────────────
-
-    def on_frame(self, kind: int, data: bytes) -> int:
-        if kind == CALLS:
-            return self._handler.start_calls(self, load_calls(data))
-        if kind == CONTROL:
-            return self._on_control(*_read_control(data))
-        if kind == SLOT:
-            number, key = _read_slot(data)
-            self._start_held(self.slots.open(number, key))
-            return 1
-        if (read := self._carriers.read.get(kind)) is not None:
-            data, tensors = read(data)
-            return self._handler.start_calls(self, load_calls(data), tensors)
-        if (handle := self._carriers.news.get(kind)) is not None:
-            handle(data)
-            return 0
-        if kind == RETIRE:
-            self.retired.set()
-            return 0
-        if kind == WHERE:
-            self._handler.on_question(self, data)
-            return 0
-        return super().on_frame(kind, data)
-
-    def on_read(self) -> None:
-        peer = self._peer
-        peer.last_heard = monotonic()
-        if peer.state is not _ALIVE:
-            self._handler.on_message(peer)
-
-    def admit(self, call: Any) -> bool:
-        """Return whether a call may start now. Otherwise it starts after the payload before it."""
-        return self.slots.admit(call.order_key, call)
-
-    def on_payload(self, number: int, payload: Payload) -> None:
-        """Handle a payload that came by torch RPC."""
-        ready = None if self.ended.is_set() else self.slots.fill(number, payload)
-        if ready is None:  # cancelled by the caller
-            _complete_reply(payload.reply, ())
-        else:
-            self._start_held(ready)
-
-    def hold(self, call: Any) -> None:
-        """Hold a call, and the later ones of its object, until `start_loaded`."""
-        self._start_held(self.slots.open(call.number, call.order_key))
-
-    def start_loaded(self, call: Any) -> None:
-        """Start a call that was held, in its turn."""
-        ready = None if self.ended.is_set() else self.slots.fill(call.number, call)
-        self._start_held((call,) if ready is None else ready)  # a cancelled one is answered
-
-    def _start_held(self, items: Iterable[Any]) -> None:
-        """Start calls that waited for a payload."""
-        for item in items:
-            if isinstance(item, Payload):
-                self._handler.start_payload_call(self, item)
-            else:
-                self._handler.start_held_call(item)
-
-    def _drop_held(self, item: Any) -> None:
-        """End a cancelled call that was held back; torch awaits the reply of a payload."""
-        if isinstance(item, Payload):
-            _complete_reply(item.reply, ())
-        else:
-            self._handler.start_held_call(item)
-
-    def _on_control(self, cancels: Sequence[int], grants: Sequence[tuple[int, int]]) -> int:
-        for number in cancels:
-            self._start_held(self.slots.drop(number))
-            self._results.release(number)
-            if (call := self.calls.get(number)) is not None:
-                self._handler.cancel(call)
-            if (held := self.slots.take(number)) is not None:  # waits for another payload
-                self._drop_held(held)
-        for number, credit in grants:
-            call = self.calls.get(number)
-            if call is not None:
-                call.grant(credit)
-        return len(cancels) + len(grants)
-
-    def on_created(self, created: Any) -> None:
-        """Note that the caller has created an object. In any thread."""
-        self._handler.on_created(created)
+    def release(self, number: int) -> None:
+        """Release the held results of a call, whose caller does not want them."""
+        self._results.release(number)
 
     def check_path(self, timeout: float) -> None:
         super().check_path(timeout)
@@ -239,7 +108,7 @@ class Session(Channel):
         if reply is not None:
             if self.events:
                 self._call_on_loop(functools.partial(self._end_event, result[0]))
-            _complete_reply(reply, (result,))
+            complete_reply(reply, (result,))
         elif get_ident() == self._loop_thread:
             self._queue_result(result)
         else:
@@ -253,7 +122,11 @@ class Session(Channel):
             return
         if not (self.calls or self._results.replies.results) and self.is_open:
             try:
-                data = encode_lone_result(number, kind, cell)
+                # As `encode_reply` makes it of one result that is a small cell.
+                if type(kind) is tuple:
+                    data = dump(((write_kind(kind), (number,), cell),))
+                else:
+                    data = dump(((kind, (number,), (cell,)),))
             except Exception as exc:  # out of memory, for one: the queue answers with a failure
                 log.debug("a result cannot be sent alone: %r", exc)
             else:
@@ -290,7 +163,7 @@ class Session(Channel):
     def collect(self, key: Any, reply: Any) -> None:
         """Complete `reply` with a held result, or with none if it was released."""
         result = self._results.collect(key)
-        _complete_reply(reply, () if result is None else (result,))
+        complete_reply(reply, () if result is None else (result,))
 
     def flush(self) -> None:
         if self.is_open:
@@ -300,11 +173,16 @@ class Session(Channel):
 
     def has_work(self) -> bool:
         """Return whether a call is running or on its way, or a result waits to be collected."""
-        return bool(self.calls or self.slots or self._results.held or self._carriers.has_work())
+        return bool(
+            self.calls or self.dispatcher.slots or self._results.held or self._carriers.has_work()
+        )
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket for tensors."""
         self._carriers.sockets.add_socket(purpose, sock)
+
+    def _on_retired(self, _: bytes) -> None:
+        self.retired.set()
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
@@ -318,7 +196,7 @@ class Session(Channel):
         self.resume_reading("full")
 
     def on_close(self, what: str, text: str) -> None:
-        self._handler.on_session_end(self, what, text)
+        self._server.on_session_end(self, what, text)
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
@@ -326,30 +204,5 @@ class Session(Channel):
         self._results.close()
         self.events.clear()
         if not self._received_close:
-            self._handler.on_session_end(self, "lost" if error is not None else "ended", "")
-        for item in self.slots.close():
-            self._drop_held(item)
-
-
-def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
-    """Complete the reply to a message of torch RPC, if it is one. In any thread."""
-    if reply is None:
-        return
-    answer: Any = b""
-    try:
-        answer = _answer(results)
-    except Exception as exc:  # e.g. no memory; the caller would wait for ever
-        log.warning("a result cannot be encoded: %r", exc)
-        failure = RemoteFailure.of(exc, "the callee")
-        with contextlib.suppress(Exception):  # no memory for this either
-            answer = _answer([(key, FAILED, failure) for key, _, _ in results])
-    try:
-        reply.set_result(answer)
-    except Exception as exc:  # torch has stopped
-        log.debug("reply not sent: %s", exc)
-
-
-def _answer(results: Sequence[EncodedResult]) -> Any:
-    """Return results as the value of torch's future."""
-    data, tensors = encode_reply(results)
-    return message_for_torch(data, tensors) if tensors or results else data
+            self._server.on_session_end(self, "lost" if error is not None else "ended", "")
+        self.dispatcher.close()

@@ -30,7 +30,7 @@ class SessionTable(dict[SessionKey, Session]):
         """Cancel the calls of a session that has ended."""
         if self.get(session.key) is session:
             del self[session.key]
-        self._served += session.served
+        self._served += session.dispatcher.served
         _cancel_calls(session)
         self._ended = [each for each in (*self._ended, session) if each.calls]
 
@@ -62,7 +62,7 @@ class SessionTable(dict[SessionKey, Session]):
     def tally(self) -> tuple[int, int, int]:
         """Return the calls served, those that run, and the bytes of held results."""
         sessions = [*self.values()]
-        served = self._served + sum(each.served for each in sessions)
+        served = self._served + sum(each.dispatcher.served for each in sessions)
         running = sum(len(each.calls) for each in (*sessions, *self._ended))
         return served, running, sum(each.held_bytes for each in sessions)
 

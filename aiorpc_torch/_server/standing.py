@@ -36,13 +36,13 @@ from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of
 from .session import Session
-from .stream_writer import StreamCall, pump_async
+from .stream_writer import StreamCall
 
 MOST_HOLDERS = 4
 MOST_SEARCHED = 1000  # tasks among which the holder of a lock is sought
 
 _TURN_WAIT = Turns.wait.__code__
-_PUMP = pump_async.__code__
+_PUMP = StreamCall.pump.__code__
 _PAUSE = "pause_object"  # the call of `paused`
 
 
@@ -105,7 +105,7 @@ class View:
         if (call := session.calls.get(number)) is not None:
             return self.of_call(call)
         state = "has ended, and its result is on the way, or it has not arrived yet"
-        if number in session.slots.numbers():
+        if number in session.dispatcher.slots.numbers():
             state = "waits for its tensors, which torch RPC brings"
         key = key_of(session.key, number)
         return Subject(key, "", session.caller, 0.0, state)
@@ -137,7 +137,7 @@ class View:
             self._describe_task(found, call.task, call)
         elif (frame := self._threads.get(call)) is not None:
             self._describe_thread(found, frame, call)
-        elif isinstance(call, RpcCall) and call in call.session.slots.held():
+        elif isinstance(call, RpcCall) and call in call.session.dispatcher.slots.held():
             found.state = "waits for the tensors of an earlier call of its object"
         elif call in self._executor.in_threads or call.on_loop:
             found.state = "starts, or ends"

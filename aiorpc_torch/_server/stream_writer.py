@@ -109,6 +109,23 @@ class StreamCall(RpcCall):
             self._credit_added.clear()
             await self._credit_added.wait()
 
+    async def pump(self, value: Any) -> None:
+        """Send the items of an async generator, then close it."""
+        source = entered(value) if is_manager(value) else value
+        check_streamable(source, self.name)
+        try:
+            while True:
+                try:
+                    item = await warn_if_blocking(_next(source), self.name)
+                except StopAsyncIteration:
+                    return
+                if not await self.send_from_loop(item):
+                    await self.wait_for_credit()
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                await close()
+
     def succeed(self, value: Any) -> None:
         """End the stream."""
         self._finish(ENDED, None)
@@ -130,22 +147,6 @@ class StreamCall(RpcCall):
             self.session.send_result(((self.number, self._items, 0), kind, content))
             if self.reply is not None:  # torch RPC awaits a reply to its message
                 self.session.send_result((self.number, ENDED, None), self.reply)
-
-
-async def pump_async(call: StreamCall, source: AsyncIterator[Any]) -> None:
-    """Send the items of an async generator, then close it."""
-    try:
-        while True:
-            try:
-                item = await warn_if_blocking(_next(source), call.name)
-            except StopAsyncIteration:
-                return
-            if not await call.send_from_loop(item):
-                await call.wait_for_credit()
-    finally:
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            await close()
 
 
 async def _next(source: AsyncIterator[Any]) -> Any:

@@ -39,6 +39,7 @@ class FlowWindow(dict[int, int]):
         max_bytes: most bytes of these calls.
         trickle_interval: seconds without an answer after which a full window admits one call.
         answers: number of answered calls.
+        size: bytes of the calls in the window.
     """
 
     def __init__(self, calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES) -> None:
@@ -46,34 +47,34 @@ class FlowWindow(dict[int, int]):
         self.max_calls = calls
         self.max_bytes = size
         self.trickle_interval = TRICKLE_INTERVAL
-        self._size = 0
+        self.size = 0
         self.answers = 0
 
     def __repr__(self) -> str:
-        return f"<Window {len(self)} calls, {self._size} bytes>"
+        return f"<Window {len(self)} calls, {self.size} bytes>"
 
     def admits(self, size: int) -> bool:
         """Return whether a call of `size` bytes may be sent. A single call always may."""
-        return not self or (len(self) < self.max_calls and self._size + size <= self.max_bytes)
+        return not self or (len(self) < self.max_calls and self.size + size <= self.max_bytes)
 
     def sent(self, number: int, size: int) -> None:
         """Count a sent call."""
         self[number] = size
-        self._size += size
+        self.size += size
 
     def answered(self, numbers: Iterable[int]) -> None:
         """Release these calls; ignore unknown numbers."""
         for number in numbers:
             size = self.pop(number, None)
             if size is not None:
-                self._size -= size
+                self.size -= size
                 self.answers += 1
 
     def release_all(self) -> list[int]:
         """Release every call; return their numbers."""
         numbers = [*self]
         self.clear()
-        self._size = 0
+        self.size = 0
         return numbers
 
 
@@ -144,11 +145,6 @@ class SendState(Generic[C]):
     def has_unsent(self) -> bool:
         """Return whether a call is not sent yet."""
         return bool(self.queue or self._next or self._copies.queues)
-
-    def may_send_alone(self) -> bool:
-        """Return whether a call may skip the queue: all others are answered, none will follow."""
-        is_free = self.woken == 1 and not self.is_paused
-        return is_free and not (self.window or self.queue or self.cancels or self.credits)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
@@ -267,7 +263,7 @@ class ReplyState:
 
     def __init__(self) -> None:
         self.results: list[tuple[Any, Any, Any]] = []
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []
 
     def __repr__(self) -> str:
         return f"<ReplyState {len(self.results)} unsent>"
@@ -278,14 +274,14 @@ class ReplyState:
         The last result is one while no other call of this connection is running.
         """
         self.results.append(result)
-        self._sizes.append(size)
+        self.sizes.append(size)
         return is_last and len(self.results) == 1
 
     def take(self) -> list[Sequence[tuple[Any, Any, Any]]]:
         """Return the unsent results, those of one frame together."""
-        results, sizes = self.results, self._sizes
+        results, sizes = self.results, self.sizes
         if len(results) > 1:
-            self.results, self._sizes = [], []
+            self.results, self.sizes = [], []
             return [results[start:end] for start, end in _frames(sizes)]
         if not results:
             return []

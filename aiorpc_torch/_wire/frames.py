@@ -24,7 +24,9 @@ _KINDS = frozenset(range(CALLS, WHERE + 1))
 HEADER = struct.Struct("<IB")
 HEADER_BYTES = HEADER.size
 
-_read_header = HEADER.unpack_from
+read_header = HEADER.unpack_from
+"""Return the length and the kind of the frame that begins in a buffer, at an offset."""
+
 header = HEADER.pack
 """Return the header of a frame, given the length of its data, and its kind."""
 
@@ -49,30 +51,30 @@ def frame(kind: int, data: bytes) -> bytes:
 class FrameReader:
     """Splits received bytes into frames.
 
-    Write the next bytes into `buffer()`, add their number to `end`, take frames with `next()`.
+    Write the next bytes into `free`, add their number to `end`, take frames with `next()`.
 
     Attributes:
         end: where the next bytes are written; 0 once all received bytes were taken.
+        free: memory for the next bytes, once `next` or `buffer` has made some.
     """
 
-    __slots__ = ("_initial", "_start", "_view", "end")
+    __slots__ = ("_initial", "_start", "_view", "end", "free")
 
     def __init__(self) -> None:
-        self._initial = self._view = memoryview(bytearray(_INITIAL))
+        self._initial = self._view = self.free = memoryview(bytearray(_INITIAL))
         self._start = self.end = 0
 
     def __repr__(self) -> str:
         return f"<FrameReader {self.end - self._start} bytes unread>"
 
-    def buffer(self, sizehint: int = -1) -> memoryview:
+    def buffer(self) -> memoryview:
         """Return memory for the next bytes: at least one byte, at most what one frame needs."""
-        if not self.end:  # the common case
-            self._view = self._initial
-            return self._view
-        needed = self._needed()
-        if self.end == len(self._view) or needed > len(self._view) - self._start:
-            self._reserve(needed)
-        return self._view[self.end :]
+        if self.end:
+            needed = self._needed()
+            if self.end == len(self._view) or needed > len(self._view) - self._start:
+                self._reserve(needed)
+            self.free = self._view[self.end :]
+        return self.free
 
     def next(self) -> tuple[int, bytes] | None:
         """Return the kind and the data of the next frame, None if it is incomplete.
@@ -82,26 +84,27 @@ class FrameReader:
         """
         start, end = self._start, self.end
         begin = start + HEADER_BYTES
-        if begin > end:
-            return None
-        length, kind = _read_header(self._view, start)
-        stop = begin + length
-        if stop > end:
+        if begin <= end:
+            length, kind = read_header(self._view, start)
+            stop = begin + length
+            if stop <= end:
+                data = bytes(self._view[begin:stop])
+                if stop == end:
+                    self._start = self.end = 0
+                    self.free = self._view = self._initial
+                else:
+                    self._start = stop
+                return kind, data
             if length > MAX_FRAME or kind not in _KINDS:
                 raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
-            return None
-        data = bytes(self._view[begin:stop])
-        if stop == end:
-            self._start = self.end = 0
-        else:
-            self._start = stop
-        return kind, data
+        self.buffer()
+        return None
 
     def _needed(self) -> int:
         """Return the bytes of the incomplete frame, as far as its length is known."""
         if self.end - self._start < HEADER_BYTES:
             return HEADER_BYTES
-        length: int = _read_header(self._view, self._start)[0]
+        length: int = read_header(self._view, self._start)[0]
         return HEADER_BYTES + min(length, MAX_FRAME)  # `next` rejects longer frames
 
     def _reserve(self, needed: int) -> None:

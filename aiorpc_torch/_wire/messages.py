@@ -26,7 +26,6 @@ from .columns import (
     WireKind,
     direct_cell,
     plain_bytes,
-    plain_cell,
     read_cells,
     read_kind,
     skip_cells,
@@ -37,14 +36,13 @@ from .pickling import PickledValue, pack
 from .plain import are_plain_names, dump, reader
 from .staged import delivered
 from .tensor_table import TensorTable
-from .tensors import INLINE_BYTES, from_bytes, size_of, small_tensor
+from .tensors import INLINE_BYTES, size_of
 from .wire_targets import EncodedTarget, NamedTarget
 
 # ── calls to send ─────────────────────────────────────────────────────────────────────────────────
 
 CALL_OVERHEAD = 64  # approximate bytes of a call without arguments
 MAX_HEADS = 256  # that one end of a connection remembers
-MAX_LONE_HEADS = 128  # of lone calls of one method
 MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -90,29 +88,20 @@ class EncodedHead:
             self.size += self.pickled_target.size - len(self.pickled_target.data)
 
 
-class HeadCache:
+HeadKey = tuple[EncodedTarget, bool, tuple[str, ...] | None, tuple[CellKind, ...]]
+"""The arguments of `EncodedHead`."""
+
+
+class HeadCache(dict[HeadKey, EncodedHead]):
     """The heads that one end of a connection has made, by what they hold."""
 
-    def __init__(self) -> None:
-        self._heads: dict[Any, EncodedHead] = {}
-
-    def head(
-        self,
-        target: EncodedTarget,
-        stream: bool,
-        names: tuple[str, ...] | None,
-        kinds: tuple[CellKind, ...],
-    ) -> EncodedHead:
-        """Return the head of calls of `target` with these arguments, a remembered one if known."""
-        key = target, stream, names, kinds
-        head = self._heads.get(key)
-        if head is None:
-            head = EncodedHead(target, stream, names, kinds)
-            # What is pickled differs from call to call, and so does a fork of an RRef.
-            if type(target) is NamedTarget and type(target.on) is not bytes:
-                if len(self._heads) >= MAX_HEADS:
-                    self._heads.clear()
-                self._heads[key] = head
+    def __missing__(self, key: HeadKey) -> EncodedHead:
+        head, target = EncodedHead(*key), key[0]
+        # What is pickled differs from call to call, and so does a fork of an RRef.
+        if type(target) is NamedTarget and type(target.on) is not bytes:
+            if len(self) >= MAX_HEADS:
+                self.clear()
+            self[key] = head
         return head
 
 
@@ -227,40 +216,13 @@ def encode_call(
             size += size_of(content) if kind is TENSOR else plain_bytes(content)
     if len(cells) > 1 and _has_repeated_tensor(args, kinds):  # it arrives as one
         return _encode_pickled(heads, number, target, stream, arguments, due, batches)
-    head = heads.head(target, stream, names, tuple(kinds))
+    head = heads[target, stream, names, tuple(kinds)]
     return EncodedCall(number, head, tuple(cells), due, size, batches)
 
 
 def _has_repeated_tensor(values: Sequence[Any], kinds: Sequence[CellKind]) -> bool:
     tensors = [id(value) for value, kind in zip(values, kinds, strict=True) if kind is not PLAIN]
     return len(set(tensors)) < len(tensors)
-
-
-class LoneHeads(dict[CellKind, bytes]):
-    """The heads of calls of one target with one argument, by its kind."""
-
-    def __init__(self, target: EncodedTarget) -> None:
-        super().__init__()
-        self._target = target
-
-    def __missing__(self, kind: CellKind) -> bytes:
-        if len(self) >= MAX_LONE_HEADS:
-            self.clear()
-        data = self[kind] = EncodedHead(self._target, False, (), (kind,)).data
-        return data
-
-
-def encode_lone(heads: LoneHeads, number: int, value: Any) -> bytes | None:
-    """Return the frame of a call that is sent at once; None if `encode_call` has to encode it.
-
-    It is what `encode_calls` makes of it, without a call to queue: some 3 µs less.
-    """
-    found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
-    if found is None:
-        return None
-    kind, cell = found
-    data = dump(((heads[kind], (number,), (cell if type(kind) is tuple else (cell,),)),))
-    return data if len(data) <= INLINE_BYTES else None
 
 
 def _encode_pickled(
@@ -274,7 +236,7 @@ def _encode_pickled(
 ) -> EncodedCall:
     # In one pickle, so that an argument that is passed twice arrives as one object.
     packed = pack(arguments)
-    head = heads.head(target, stream, None, (PACKED,))
+    head = heads[target, stream, None, (PACKED,)]
     return EncodedCall(number, head, (packed,), due, packed.size, batches, bool(packed.tensors))
 
 
@@ -359,7 +321,9 @@ def _direct_columns(call: EncodedCall) -> Sequence[Any]:
 SessionKey = tuple[str, int, int]
 """A session: the caller's name and process number, and the connection number."""
 
-_read_groups: Callable[[bytes], list[Group]] = reader(list[Group])
+read_groups: Callable[[bytes], list[Group]] = reader(list[Group])
+"""Return the groups of a frame; `check_groups` has to check several, and those of several calls."""
+
 _read_payload = reader(tuple[SessionKey, int, list[Group]])
 
 
@@ -369,13 +333,13 @@ def load_calls(data: bytes) -> list[Group]:
     Raises:
         ValueError: if the frame is malformed.
     """
-    groups = _read_groups(data)
-    if len(groups) != 1 or len(groups[0].numbers) != 1 or groups[0].budgets:
-        _check(groups)
+    groups = read_groups(data)
+    check_groups(groups)
     return groups
 
 
-def _check(groups: Sequence[Group]) -> None:
+def check_groups(groups: Sequence[Group]) -> None:
+    """Raise ValueError if the groups of a frame are malformed."""
     numbers = numbers_of(groups)
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError("calls must have distinct numbers")
@@ -394,7 +358,7 @@ def dump_payload(session: SessionKey, context: int, groups: Any) -> bytes:
 def load_payload(data: bytes) -> tuple[SessionKey, int, list[Group]]:
     """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
     session, context, groups = _read_payload(data)
-    _check(groups)
+    check_groups(groups)
     if len(numbers_of(groups)) != 1:
         raise ValueError("a payload must have one call")
     return session, context, groups
@@ -429,12 +393,15 @@ class CallHead:
 
     So the arguments of calls with a rejected target are never unpickled.
 
+    Attributes:
+        only_kind: the kind of the only argument, None if there are others or a name.
+
     Raises:
         ValueError: if it is malformed.
     """
 
     __slots__ = (
-        *("_only_kind", "kinds", "names", "stream", "target", "target_outside", "target_tensors"),
+        *("only_kind", "kinds", "names", "stream", "target", "target_outside", "target_tensors"),
     )
 
     def __init__(self, data: bytes) -> None:
@@ -448,7 +415,7 @@ class CallHead:
         is_pickled = self.kinds == [PACKED] if self.names is None else PACKED in self.kinds
         if given > len(kinds) or is_pickled is not (self.names is None):
             raise ValueError(f"malformed head of calls: {given} names for {len(kinds)} arguments")
-        self._only_kind = self.kinds[0] if len(kinds) == 1 and self.names == [] else None
+        self.only_kind = self.kinds[0] if len(kinds) == 1 and self.names == [] else None
 
     def rows(self, group: Group, tensors: Iterator[Tensor]) -> list[Any]:
         """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled.
@@ -461,13 +428,8 @@ class CallHead:
         count, names, columns = len(group.numbers), self.names, group.columns
         if len(columns) != len(self.kinds):
             raise ValueError(f"{len(columns)} columns for {len(self.kinds)} arguments")
-        if (kind := self._only_kind) is not None:  # the common case
-            cells = columns[0]
-            if type(cells) is bytes:
-                values: list[Any] = from_bytes(kind, cells, count)
-            else:
-                values = read_cells(kind, cells, tensors, count)
-            return [((values[0],), {})] if count == 1 else [((value,), {}) for value in values]
+        if (kind := self.only_kind) is not None:  # the common case
+            return [((value,), {}) for value in read_cells(kind, columns[0], tensors, count)]
         if not columns:
             return [_NO_ARGUMENTS] * count
         found: list[list[Any]] = [
@@ -501,13 +463,6 @@ EncodedResult = tuple[ResultKey, CellKind, Any]
 """A key, and the kind and content of a cell."""
 
 
-def encode_lone_result(number: int, kind: CellKind, cell: Any) -> bytes:
-    """Return what `encode_reply` makes of one result that is a small cell."""
-    if type(kind) is tuple:
-        return dump(((write_kind(kind), (number,), cell),))
-    return dump(((kind, (number,), (cell,)),))
-
-
 _ITEMS = object()  # stands for the kind of every item of a stream
 
 
@@ -535,22 +490,23 @@ def encode_reply(results: Sequence[EncodedResult]) -> tuple[bytes, TensorTable]:
     return dump(encoded), tensors
 
 
-_read_reply = reader(list[tuple[WireKind, list[ResultKey], Cells]])
+read_reply = reader(list[tuple[WireKind, list[ResultKey], Cells]])
+"""Return the columns of results: the kind, the keys and the cells of each."""
+
+
+def read_column(kind: WireKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> list[Any]:
+    """Return `count` values: some `RemoteFailure`, `LongPickle`, `HeldResult` or `STREAM_END`.
+
+    Raises an exception of any class if the column is malformed.
+    """
+    values = read_cells(read_kind(kind), cells, tensors, count)
+    return [*map(delivered, values)] if kind == PACKED else values
 
 
 def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[ResultKey, Any]]:
-    """Return each key with its value, `RemoteFailure`, `LongPickle`, `HeldResult` or `STREAM_END`.
-
-    Raises an exception of any class if the reply is malformed.
-    """
+    """Return each key with its value, as `read_column` gives it. Raises what that raises."""
     rest = iter(tensors)
     found: list[tuple[ResultKey, Any]] = []
-    for kind, keys, cells in _read_reply(data):
-        if type(cells) is bytes:  # the common case
-            values: list[Any] = from_bytes(read_kind(kind), cells, len(keys))
-        else:
-            values = read_cells(read_kind(kind), cells, rest, len(keys))
-            if kind == PACKED:
-                values = [*map(delivered, values)]
-        found += zip(keys, values)  # noqa: B905 - 0.2 µs
+    for kind, keys, cells in read_reply(data):
+        found += zip(keys, read_column(kind, cells, rest, len(keys)), strict=True)
     return found

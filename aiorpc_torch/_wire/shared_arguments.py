@@ -82,7 +82,7 @@ class MemberArguments(NamedTuple):
         batches: tuple[BatchId, ...] = (),
     ) -> EncodedCall:
         """Return the call of `target` with these arguments."""
-        head, packed = heads.head(target, False, self.names, self.kinds), self.packed
+        head, packed = heads[target, False, self.names, self.kinds], self.packed
         has_tensors = packed is not None and bool(packed.tensors)
         return EncodedCall(number, head, self.cells, due, self.size, batches, has_tensors)
 

@@ -16,10 +16,10 @@ from aiorpc_torch._wire.handshake import HELLO, Hello
 from aiorpc_torch._wire.messages import (
     CallHead,
     Group,
-    _read_reply,
     decode_reply,
     load_calls,
     load_payload,
+    read_reply,
 )
 from aiorpc_torch._wire.wire_targets import NamedTarget, _read_rref, read_named
 
@@ -81,7 +81,7 @@ def head(data: bytes) -> None:
 
 def reply(data: bytes) -> None:
     """Read a frame of results; pickles of users are left alone."""
-    if not {PACKED, FAILED} & {kind for kind, _, _ in _read_reply(data)}:
+    if not {PACKED, FAILED} & {kind for kind, _, _ in read_reply(data)}:
         decode_reply(data)
 
 

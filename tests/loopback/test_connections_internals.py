@@ -112,7 +112,7 @@ async def test_no_memory_for_results_loses_no_call(
     monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
     number = remote(RRef(results)).number
     fail_once(monkeypatch, result_sender, "encode_reply", MemoryError("no memory"))
-    monkeypatch.setattr(session, "encode_lone_result", no_memory)
+    monkeypatch.setattr(session, "dump", no_memory)
     calling = start(*(number() for _ in range(calls)))
     while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
         await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_no_memory_for_a_failure_ends_the_connection(
     number = remote(RRef(Results())).number
     assert await number() == 7
     with monkeypatch.context() as patch:
-        patch.setattr(session, "encode_lone_result", no_memory)
+        patch.setattr(session, "dump", no_memory)
         for _ in range(2):
             fail_once(patch, result_sender, "encode_reply", MemoryError("no memory"))
         (found,) = await ends(*start(number()))
@@ -294,13 +294,13 @@ async def test_a_cancelled_payload_releases_later_calls(
     await mine.note(0)
     sending = Sending(monkeypatch, entry_points.payload)
     large, small = start(mine.note(bytes(LARGE)), mine.note(2))
-    await until(lambda: bool(server_session().slots))
+    await until(lambda: bool(server_session().dispatcher.slots))
     large.cancel()
     assert (await ends(large, small))[1] is None
     sending.let()
     await mine.note(3)
     assert notes.order == [0, 2, 3]
-    assert not server_session().slots
+    assert not server_session().dispatcher.slots
     assert (stats().in_flight, stats().running) == (0, 0)
 
 
@@ -324,7 +324,7 @@ async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     assert "torch refuses" in str(failed)
     assert small is None
     assert notes.order == [0, 2]
-    assert not server_session().slots
+    assert not server_session().dispatcher.slots
     assert len(own_connection()._state.window) == 0
 
 

@@ -531,7 +531,7 @@ def test_a_caller_with_ever_new_heads(victim: Victim) -> None:
             missing = (("function", None, f"missing{number}", "math"), 0)
             stranger.send(CALLS, [group(numbers=(number,), target=missing)])
             assert await stranger.frame(is_plain=False) is not None
-        found = len(stranger.session.heads)
+        found = len(stranger.session.dispatcher.heads)
         await stranger.leave()
         return found
 
@@ -698,7 +698,7 @@ def test_payloads_without_a_slot(victim: Victim) -> None:
         unknown = dump((("nobody", 1, 2), -1, one))
         assert await results_of(by_torch(entry_points.payload, unknown)) == []
         early = by_torch(entry_points.payload, fields)
-        while "1 payloads early" not in repr(stranger.session.slots):  # noqa: ASYNC110
+        while "1 payloads early" not in repr(stranger.session.dispatcher.slots):  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert await results_of(by_torch(entry_points.payload, fields)) == []
         stranger.send(SLOT, (5, None))
@@ -871,11 +871,11 @@ ANSWERS = {
 @pytest.mark.parametrize("endpoint", ["payload", "collect"])
 def test_answers_of_torchs_that_make_no_sense(liar: Liar, endpoint: str, what: str) -> None:
     """That call alone fails, at once."""
-    victim, answer = liar.victim, session._complete_reply
+    victim, answer = liar.victim, session.complete_reply
     large = torch.ones(60_000)
 
     def lie(reply: Any, results: Any) -> None:
-        victim.patch.setattr(session, "_complete_reply", answer)
+        victim.patch.setattr(session, "complete_reply", answer)
         reply.set_result(ANSWERS[what])
 
     async def ask() -> Any:
@@ -886,7 +886,7 @@ def test_answers_of_torchs_that_make_no_sense(liar: Liar, endpoint: str, what: s
     async def hit() -> Any:
         other = asyncio.ensure_future(liar.gated.passed())
         await liar.gate.entered()
-        victim.patch.setattr(session, "_complete_reply", lie)
+        victim.patch.setattr(session, "complete_reply", lie)
         with pytest.raises(RpcError):
             await ask()
         assert torch.equal(await ask(), large * 2 if endpoint == "payload" else large)

@@ -28,6 +28,42 @@ async def test_values_there_and_back(world: Any, name: str) -> None:
     assert same(await echo(torch.arange(4).reshape(2, 2).T), torch.arange(4).reshape(2, 2).T)
 
 
+class Waiting:
+    """Methods whose first step ends in a wait of each kind."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    async def yields(self) -> str:
+        asyncio.get_running_loop().call_soon(self.steps.append, "other")
+        await asyncio.sleep(0)
+        self.steps.append("yields")
+        return "yields"
+
+    async def awaits(self) -> str:
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(future.set_result, "awaits")
+        return str(await future)
+
+    async def times_out(self) -> str:
+        try:
+            async with asyncio.timeout(0.001):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return "times_out"
+        return "did not"
+
+
+@pytest.mark.parametrize("name", ["yields", "awaits", "times_out"])
+async def test_a_first_step_that_waits(world: Any, name: str) -> None:
+    """It runs at once, the rest when its wait is over: `sleep(0)` lets others run first."""
+    waiting = Waiting()
+    method = getattr(remote(RRef(waiting)), name)
+    for _ in range(3):
+        assert await method() == name
+    assert waiting.steps == (["other", "yields"] * 3 if name == "yields" else [])
+
+
 class Unnamed:
     def __repr__(self) -> str:
         raise ValueError("no repr")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from aiorpc_torch import RRef, remote
+from aiorpc_torch._channel import Channel
 from aiorpc_torch._server import session
-from aiorpc_torch._wire.frames import CALLS, RESULTS, SEGMENTS, FrameReader
+from aiorpc_torch._wire.frames import CALLS, HEADER, HEADER_BYTES, RESULTS
 from aiorpc_torch._wire.messages import decode_reply, load_calls
 from tests.unit.wire.test_messages import same
 
@@ -21,18 +22,15 @@ async def test_a_lone_call_and_its_result_are_all_that_is_sent(
 ) -> None:
     """A lone call of a connection that is open, and its result."""
     seen: list[tuple[int, bytes]] = []
-    take = FrameReader.next
+    write = Channel.write
 
-    def watched(reader: FrameReader) -> Any:
-        found = take(reader)
-        if found is not None and found[0] != SEGMENTS:  # the two ends begin with those
-            seen.append(found)
-        return found
+    def watched(channel: Channel, data: bytes) -> None:
+        seen.append((HEADER.unpack_from(data)[1], data[HEADER_BYTES:]))
+        write(channel, data)
 
-    monkeypatch.setattr(FrameReader, "next", watched)
     echo = remote(RRef(Echo()))
     await echo.on_loop(1)
-    seen.clear()
+    monkeypatch.setattr(Channel, "write", watched)
     await echo.on_loop(torch.ones(4))
     assert [kind for kind, _ in seen] == [CALLS, RESULTS]
     (_, call), (_, result) = seen
@@ -50,6 +48,6 @@ async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.M
         monkeypatch.undo()
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(session, "encode_lone_result", fail)
+    monkeypatch.setattr(session, "dump", fail)
     async with asyncio.timeout(30.0):
         assert await echo.on_loop(2) == 2

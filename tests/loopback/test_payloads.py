@@ -295,7 +295,7 @@ def own_connection() -> connection.Connection:
 
 def open_slots() -> int:
     """How many slots of that connection wait for their payload."""
-    return len(server().sessions[own_connection()._key].slots.unfilled)
+    return len(server().sessions[own_connection()._key].dispatcher.slots.unfilled)
 
 
 async def until(condition: Callable[[], bool]) -> None:

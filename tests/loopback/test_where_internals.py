@@ -9,6 +9,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, observe, remote
 from aiorpc_torch._client import questions
 from aiorpc_torch._client.pool import current
+from aiorpc_torch._wire.frames import WHERE
 from aiorpc_torch.testing import Gate
 from tests.support.raw_connections import Tap
 
@@ -43,8 +44,9 @@ async def test_few_questions_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch)
     calling = asyncio.ensure_future(remote(RRef(gate)).passed())
     await gate.entered()
     tap = Tap(monkeypatch)
-    ours = current().connection(current().worker).questions
-    monkeypatch.setattr(ours, "on_answer", lambda _: None)
+    connection = current().connection(current().worker)
+    ours = connection.questions
+    monkeypatch.setitem(connection.handlers, WHERE, lambda _: None)
     found = await asyncio.gather(*(observe.where() for _ in range(2 * questions.MAX_ASKED)))
     assert tap.count("where") <= 2 * questions.MAX_ASKED
     assert all(each[0].state.startswith("unknown: ") for each in found)

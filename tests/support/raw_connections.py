@@ -272,13 +272,13 @@ class Junk(asyncio.Protocol):
 async def answer_junk(junk: bytes) -> None:
     """The result after this one is junk."""
     # Of a lone result, and of all others.
-    real_lone, real_frame = session.encode_lone_result, result_sender.frame
+    real_lone, real_frame = session.dump, result_sender.frame
     left: list[bytes | None] = [junk, None]
 
     def lied(data: bytes) -> bytes:
         if (lie := left.pop()) is None:
             return data
-        session.encode_lone_result, result_sender.frame = real_lone, real_frame
+        session.dump, result_sender.frame = real_lone, real_frame
         return lie
 
     def lying_lone(*result: Any) -> bytes:
@@ -287,4 +287,4 @@ async def answer_junk(junk: bytes) -> None:
     def lying_frame(kind: int, data: bytes) -> bytes:
         return real_frame(kind, lied(data) if kind == RESULTS else data)
 
-    session.encode_lone_result, result_sender.frame = lying_lone, lying_frame
+    session.dump, result_sender.frame = lying_lone, lying_frame

@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from aiorpc_torch._aio.tasks import InlineFuture
 from aiorpc_torch._client import connection, sender
 from aiorpc_torch._client.connection import Connection
-from aiorpc_torch._client.pending import cancel, expire
+from aiorpc_torch._client.pending import InlineFuture, cancel, expire
 from aiorpc_torch._client.stream_reader import StreamReader
 from aiorpc_torch._peers.peers import Peer, State
 from aiorpc_torch._torch.agent import PeerInfo

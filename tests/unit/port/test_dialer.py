@@ -5,13 +5,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from aiorpc_torch._channel import Channel
 from aiorpc_torch._client.introduction import _dial
-from aiorpc_torch._peers.peers import Peer
+from aiorpc_torch._peers.observer import PeerObserver
+from aiorpc_torch._peers.peers import Peer, State
 from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls, TlsError
@@ -28,16 +29,17 @@ class Echo(Channel):
     """Sends back the frames that it gets; or notes them."""
 
     def __init__(self, answers: bool) -> None:
-        super().__init__()
+        peer = Peer(PeerInfo("peer", 1, 1, ""))
+        peer.state = State.ALIVE
+        super().__init__(peer, cast(PeerObserver, None))
         self.answers = answers
         self.got: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        self.handlers[CALLS] = self.on_calls
 
-    def on_frame(self, kind: int, data: bytes) -> int:
-        if kind != CALLS:
-            return super().on_frame(kind, data)
+    def on_calls(self, data: bytes) -> int:
         if self.answers:
-            self.send(kind, data)
-        self.got.put_nowait((kind, bytes(data)))
+            self.send(CALLS, data)
+        self.got.put_nowait((CALLS, bytes(data)))
         return 1
 
     def on_close(self, reason: str, detail: str) -> None: ...

@@ -14,7 +14,7 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported, call
 from aiorpc_torch._server.calls import RpcCall
-from aiorpc_torch._server.dispatch import KnownHead, calls_of
+from aiorpc_torch._server.dispatch import KnownHead
 from aiorpc_torch._server.exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from aiorpc_torch._server.exports import ExportPolicy
 from aiorpc_torch._server.stream_writer import StreamCall
@@ -61,27 +61,24 @@ def groups_of(*calls: Any) -> tuple[list[Group], TensorTable]:
 
 def resolved(ends: TwoEnds, *calls: Any) -> list[RpcCall]:
     """The calls of one frame, which are not started."""
-    found = calls_of(*groups_of(*calls), ends.session, None, "far")
-    for each in found:
-        del ends.session.calls[each.number]
-    return found
+    return ends.session.dispatcher.calls_of(*groups_of(*calls), None, 0.0)
 
 
 @pytest.fixture
 async def opened(ends: TwoEnds) -> TwoEnds:
     """With a connection that knows no head."""
     assert await call("far", mul, 3, 4) == 12
-    ends.session.heads.clear()
+    ends.session.dispatcher.heads.clear()
     return ends
 
 
 async def test_a_head_is_known_after_its_first_call(opened: TwoEnds) -> None:
     """A lone call and calls in a group have the same, and resolve alike."""
     (alone,) = resolved(opened, (ADD, 1, 2))
-    (data,) = opened.session.heads
-    known = opened.session.heads[data]
+    (data,) = opened.session.dispatcher.heads
+    known = opened.session.dispatcher.heads[data]
     together = resolved(opened, (ADD, 3, 4), (ADD, 5, 6))
-    assert opened.session.heads == {data: known}
+    assert opened.session.dispatcher.heads == {data: known}
     for each in (alone, *together):
         assert (each.function, each.on_loop, each.joiner, each.order_key) == (
             add, False, None, "_operator.add"
@@ -115,9 +112,8 @@ async def test_calls_of_several_groups_are_in_order(opened: TwoEnds) -> None:
     assert [each.arguments[0] for each in found] == [tuple(args) for _, *args in sent]
     groups, tensors = groups_of(*sent)
     assert len(groups) == 3
-    found = calls_of(groups[::-1], tensors, opened.session, None, "far")
+    found = opened.session.dispatcher.calls_of(groups[::-1], tensors, None, 0.0)
     assert [each.arguments[0] for each in found] == [tuple(args) for _, *args in sent]
-    opened.session.calls.clear()
 
 
 @pytest.mark.promise("security.memory")
@@ -128,7 +124,7 @@ async def test_heads_that_are_not_remembered(opened: TwoEnds) -> None:
     ((one,), (other,)) = resolved(opened, (partial, 2)), resolved(opened, (ADD, *many))
     assert one.function(*one.arguments[0]) == 3
     assert len(other.arguments[0]) == MAX_KNOWN_HEAD
-    assert not opened.session.heads
+    assert not opened.session.dispatcher.heads
 
 
 @pytest.mark.promise("security.memory")
@@ -139,7 +135,7 @@ async def test_the_heads_that_are_known_are_few(opened: TwoEnds) -> None:
         (found,) = resolved(opened, (missing, 1))
         with pytest.raises(AttributeError):
             found.function()
-        assert 0 < len(opened.session.heads) <= MAX_HEADS
+        assert 0 < len(opened.session.dispatcher.heads) <= MAX_HEADS
 
 
 async def test_a_target_that_fails_is_resolved_again(
@@ -164,8 +160,7 @@ async def test_a_group_that_is_malformed_fails_its_whole_frame(opened: TwoEnds) 
     groups, _ = groups_of((ADD, 1, 2), (ADD, "a", "b"))
     groups.append(Group(b"no head", [next(NUMBERS)], []))
     with pytest.raises(ValueError):  # noqa: PT011
-        calls_of(groups, (), opened.session, None, "far")
-    opened.session.calls.clear()
+        opened.session.dispatcher.calls_of(groups, (), None, 0.0)
     assert await call("far", add, 1, 2) == 3
 
 
@@ -236,7 +231,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 def head(target: Any, *, stream: bool = False) -> KnownHead:
     """The head of calls without arguments, as a session reads it."""
     named = encode_target(target, target.on)
-    return KnownHead(HeadCache().head(named, stream, (), ()).data)
+    return KnownHead(HeadCache()[named, stream, (), ()].data)
 
 
 def method(name: str, *, stream: bool = False) -> KnownHead:

@@ -68,7 +68,7 @@ async def test_reading_pauses_while_the_caller_does_not_read(ends: TwoEnds) -> N
     late = asyncio.ensure_future(call("far", add, 1, 2))
     for _ in range(100):
         await asyncio.sleep(0)
-    assert ends.session.served == 1
+    assert ends.session.dispatcher.served == 1
     ends.session.resume_writing()
     async with asyncio.timeout(SOON):
         assert await late == 3

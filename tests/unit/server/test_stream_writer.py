@@ -11,7 +11,6 @@ from aiorpc_torch import call
 from aiorpc_torch._server.stream_writer import (
     StreamCall,
     check_streamable,
-    pump_async,
     pump_in_thread,
 )
 from aiorpc_torch._wire.connection_state import INITIAL_CREDIT
@@ -49,13 +48,13 @@ class Source:
 
 
 def stream(ends: TwoEnds) -> StreamCall:
-    return StreamCall(ends.session, None, UNKNOWN, print, ((), {}), "far", True)
+    return StreamCall(ends.session, None, UNKNOWN, 0.0, print, ((), {}), True)
 
 
 async def test_an_async_generator_waits_for_credit(ends: TwoEnds) -> None:
     """Each item costs some; it is closed with its call."""
     found, source = stream(ends), Source()
-    pumping = asyncio.ensure_future(pump_async(found, source.coroutine()))
+    pumping = asyncio.ensure_future(found.pump(source.coroutine()))
     await until(lambda: source.items == INITIAL_CREDIT)
     for _ in range(10):
         await asyncio.sleep(0)

@@ -31,12 +31,10 @@ from aiorpc_torch._wire.frames import MAX_FRAME
 from aiorpc_torch._wire.messages import (
     CALL_OVERHEAD,
     MAX_HEADS,
-    MAX_LONE_HEADS,
     CallHead,
     EncodedCall,
     Group,
     HeadCache,
-    LoneHeads,
     decode_reply,
     dump_payload,
     encode_call,
@@ -378,10 +376,10 @@ HEAD_FIELDS: dict[str, Any] = {
 def test_a_head_is_made_once() -> None:
     """Calls with the same one share its bytes; any other field makes another."""
     cache = HeadCache()
-    first = cache.head(**HEAD_FIELDS)
-    assert cache.head(**HEAD_FIELDS) is first
+    first = cache[tuple(HEAD_FIELDS.values())]
+    assert cache[tuple(HEAD_FIELDS.values())] is first
     others = [
-        cache.head(**{**HEAD_FIELDS, **other})
+        cache[tuple((HEAD_FIELDS | other).values())]
         for other in (
             {"target": NamedTarget("method", ONE, "n")},
             {"target": NamedTarget("method", OTHER, "m")},
@@ -398,18 +396,6 @@ def test_a_head_is_made_once() -> None:
     assert len({each.data for each in (first, *others)}) == 1 + len(others)
 
 
-@pytest.mark.parametrize("kind", ["plain", (torch.float32, (2, 1), ())])
-def test_the_head_of_a_lone_call_is_that_of_any_call(kind: Any) -> None:
-    """It is made once, and their number has a limit."""
-    target = HEAD_FIELDS["target"]
-    heads = LoneHeads(target)
-    assert heads[kind] == HeadCache().head(target, False, (), (kind,)).data
-    assert heads[kind] is heads[kind]
-    for size in range(MAX_LONE_HEADS):
-        assert heads[torch.int32, (size,), ()]
-    assert 0 < len(heads) <= MAX_LONE_HEADS
-
-
 @given(
     TARGETS,
     st.booleans(),
@@ -424,7 +410,7 @@ def test_the_head_of_a_lone_call_is_that_of_any_call(kind: Any) -> None:
 )
 def test_a_head_says_what_it_is(target: Any, stream: bool, names: Any, kinds: Any) -> None:
     """What is read from its bytes is what it was made of, if it can be a call's."""
-    data = HeadCache().head(encode_target(target, target.on), stream, names, kinds).data
+    data = HeadCache()[encode_target(target, target.on), stream, names, kinds].data
     is_wrong = len(names or ()) > len(kinds) or ("packed" in kinds) is not (names is None)
     if is_wrong or (names is None and len(kinds) != 1):
         with pytest.raises(ValueError, match="malformed head of calls"):
@@ -441,20 +427,21 @@ def test_heads_that_are_not_remembered() -> None:
     cache = HeadCache()
     partial = FunctionTarget(functools.partial(max, 1))
     for target in (encode_target(partial, None), NamedTarget("method", b"a fork", "m")):
-        one, other = (cache.head(target, False, (), ()) for _ in range(2))
+        one, other = (cache[target, False, (), ()] for _ in range(2))
         assert one is not other
         assert one.data == other.data
-    assert not cache._heads
+    assert not cache
 
 
 def test_the_heads_that_are_remembered_are_few() -> None:
     """Beyond a bound they are made anew, and stay the same."""
     cache, fields = HeadCache(), {**HEAD_FIELDS}
-    first = cache.head(**fields)
+    first = cache[tuple(fields.values())]
     for number in range(MAX_HEADS):
-        cache.head(**{**fields, "target": NamedTarget("method", (0, number), "other")})
-        assert len(cache._heads) <= MAX_HEADS
-    again = cache.head(**fields)
+        other = {"target": NamedTarget("method", (0, number), "other")}
+        assert cache[tuple((fields | other).values())]
+        assert len(cache) <= MAX_HEADS
+    again = cache[tuple(fields.values())]
     assert again is not first
     assert again.data == first.data
 
@@ -472,7 +459,7 @@ def test_what_is_no_head_is_refused(what: str) -> None:
 def test_any_change_of_a_head(data: st.DataObject) -> None:
     """Is a head, or is refused."""
     fields = {**HEAD_FIELDS, "names": ("a",), "kinds": ("plain", (torch.float32, (2, 3), (1, 2)))}
-    sent = bytearray(HeadCache().head(**fields).data)
+    sent = bytearray(HeadCache()[tuple(fields.values())].data)
     sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError):
         CallHead(bytes(sent))
@@ -481,7 +468,7 @@ def test_any_change_of_a_head(data: st.DataObject) -> None:
 # ── frames ──────────────────────────────────────────────────────────────────────────────────────
 
 
-HEAD = HeadCache().head(**HEAD_FIELDS).data
+HEAD = HeadCache()[tuple(HEAD_FIELDS.values())].data
 ONE_CALL = [Group(HEAD, [4], [[7]], [], ())]
 
 

@@ -10,16 +10,16 @@ from hypothesis import given, strategies as st
 from aiorpc_torch._wire.columns import PLAIN, direct_cell
 from aiorpc_torch._wire.messages import (
     Group,
-    _read_groups,
     _read_head,
     _read_payload,
-    _read_reply,
+    read_groups,
+    read_reply,
 )
 from aiorpc_torch._wire.plain import dump, is_wire_text, reader, wire_text
 from tests.support.malformed import BYTES
 
 read = reader(Any)
-READERS = [_read_groups, _read_head, _read_payload, _read_reply]
+READERS = [read_groups, _read_head, _read_payload, read_reply]
 
 ATOMS = (
     st.none()
@@ -107,7 +107,7 @@ def test_any_bytes(load: Any, data: bytes) -> None:
     except (ValueError, RecursionError):
         return
     given = read(data)
-    groups = given if load is _read_groups else given[2] if load is _read_payload else []
+    groups = given if load is read_groups else given[2] if load is _read_payload else []
     for group in groups:  # one may leave out its last fields
         group += [[], []][len(group) - 3 :]
     assert read(dump(found)) == given
@@ -123,7 +123,7 @@ def test_any_change_of_one_byte(data: st.DataObject) -> None:
     sent = bytearray(dump(CALLS))
     sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = _read_groups(bytes(sent))
+        found = read_groups(bytes(sent))
     except (ValueError, RecursionError):
         return
     for group in found:

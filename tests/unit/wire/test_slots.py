@@ -397,7 +397,7 @@ class BothEnds(RuleBasedStateMachine):
             self.flush([])
             self.drain()
         assert not self.pending, "a caller waits for ever"
-        assert len(self.state) == len(self.window) == self.window._size == 0
+        assert len(self.state) == len(self.window) == self.window.size == 0
         assert not (self.state._unsent)
         assert not (self.shared)
         assert not (self.state.controls())
