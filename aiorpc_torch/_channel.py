@@ -75,6 +75,8 @@ class Channel:
 
     Attributes:
         handlers: handle the frames.
+        loop: the event loop.
+        transport: an `asyncio.Transport` while it is connected, else None.
         is_open: True while frames may be sent.
         is_local: True if the peer is on this host: connected by a Unix socket.
         ended: Event that is set when the transport is closed.
@@ -88,9 +90,9 @@ class Channel:
         self.handlers = Handlers({CLOSE: self._on_close_frame, PING: self._on_ping})
         self._peer = peer
         self._observer = observer
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._reader = FrameReader()
-        self._transport: Any = None  # an `asyncio.Transport` while it is connected
+        self.transport: Any = None
         self._paused: set[str] = set()  # reasons for not reading
         self._is_closing = False  # a CLOSE frame was sent
         self._received_close = False  # a CLOSE frame was received
@@ -117,9 +119,8 @@ class Channel:
         """Handle the end of the connection; `error` is None after an orderly close."""
         raise NotImplementedError
 
-    def flush(self) -> None:
-        """Send what is queued."""
-        raise NotImplementedError
+    flush: Callable[[], None]
+    """Sends what is queued, if frames may be sent."""
 
     def pause_writing(self) -> None:
         """Note that the transport has `HIGH_WATER` bytes to write."""
@@ -129,16 +130,11 @@ class Channel:
         """Note that the transport has little to write."""
         raise NotImplementedError
 
-    @property
-    def can_write(self) -> bool:
-        """Return whether the transport takes what is written."""
-        return self._transport is not None and not self._transport.is_closing()
-
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
     def start(self, transport: asyncio.Transport) -> None:
         """Begin with a transport whose handshake is done."""
-        self._transport = transport
+        self.transport = transport
         sock = transport.get_extra_info("socket")
         self.is_local = sock.family == socket.AF_UNIX
         if not self.is_local:  # asyncio leaves it out for sockets that were accepted
@@ -152,7 +148,7 @@ class Channel:
         """Send what is queued at the end of this loop iteration."""
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
@@ -165,7 +161,7 @@ class Channel:
     def write(self, data: bytes) -> None:
         """Write frames. If memory is short, end the connection: a frame may be cut off."""
         try:
-            self._transport.write(data)
+            self.transport.write(data)
         except Exception as exc:
             # Its frames refer to tensors, and a log may keep its records.
             log.warning("%r cannot write a frame: %r", self, exc.with_traceback(None))
@@ -185,10 +181,10 @@ class Channel:
 
         While something waits, a frame that says nothing is sent if nothing else is.
         """
-        if self.is_local or self._transport is None:
+        if self.is_local or self.transport is None:
             return
         # asyncio's TLS has no socket from the end of its transport until `connection_lost`.
-        sock = self._transport.get_extra_info("socket")
+        sock = self.transport.get_extra_info("socket")
         if sock is None or (info := read_flow(sock)) is None:
             return
         if (silence := self._flow.silence(info, monotonic())) >= timeout:
@@ -251,10 +247,10 @@ class Channel:
     def _defer(self) -> None:
         """Handle the rest in the next loop iteration, after other callbacks."""
         self.pause_reading("deferred")
-        self._loop.call_soon(self._continue)
+        self.loop.call_soon(self._continue)
 
     def _continue(self) -> None:
-        if self._transport is not None:
+        if self.transport is not None:
             self._paused.discard("deferred")
             self.buffer_updated(0)
             if "deferred" not in self._paused:
@@ -263,14 +259,14 @@ class Channel:
     def pause_reading(self, why: str) -> None:
         """Stop reading until `resume_reading` is called for each reason."""
         self._paused.add(why)
-        if self._transport is not None:
-            self._transport.pause_reading()
+        if self.transport is not None:
+            self.transport.pause_reading()
 
     def resume_reading(self, why: str) -> None:
         """Read again, unless another reason to pause is left."""
         self._paused.discard(why)
-        if not self._paused and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if not self._paused and self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def eof_received(self) -> bool:
         return False  # the transport sends its buffer, then closes
@@ -284,37 +280,37 @@ class Channel:
             reason: One of "left", "failed", "ended", "replaced" and "broken".
             detail: Text for the peer's errors.
         """
-        if self._is_closing or self._transport is None:
+        if self._is_closing or self.transport is None:
             return
         self._is_closing = True
         with contextlib.suppress(Exception):
             self.flush()
         self.is_open = False
         self.write(frame(CLOSE, dump((reason, wire_text(detail[:100_000])))))
-        self._loop.call_later(LINGER, self._transport.abort)
-        if self._received_close or not self._transport.can_write_eof():
-            self._transport.close()
+        self.loop.call_later(LINGER, self.transport.abort)
+        if self._received_close or not self.transport.can_write_eof():
+            self.transport.close()
             return
         # Closing a socket with unread input resets it, and frames in flight would be lost.
         with contextlib.suppress(OSError):
-            self._transport.write_eof()
+            self.transport.write_eof()
 
     def _on_close_frame(self, data: bytes) -> None:
         reason, detail = _read_close(data)
         self._received_close = self._discards_input = True
         self.on_close(reason, detail)
         self.close("ended")
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def abort(self, why: Exception | None = None) -> None:
         """End the connection at once."""
-        if self._transport is not None:
+        if self.transport is not None:
             self._why_aborted = why
-            self._transport.abort()
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self.transport = None
         self.is_open = False
         self.ended.set()
         is_orderly = self._received_close or self._is_closing

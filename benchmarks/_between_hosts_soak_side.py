@@ -264,7 +264,7 @@ def port_of_calls(peer: str) -> int:
     """Return the port of this end of the connection for calls."""
     node = entry_points.here
     assert node is not None
-    return int(node.pool.connection(peer)._transport.get_extra_info("sockname")[1])
+    return int(node.pool.connection(peer).transport.get_extra_info("sockname")[1])
 
 
 async def go(*, on: bool) -> None:

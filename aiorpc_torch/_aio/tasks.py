@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import functools
 import logging
 import sys
 import types
@@ -90,28 +89,27 @@ def start_task(
     A coroutine that never waits then needs no loop iteration. Call it on the running `loop`.
     (To drive a coroutine without a task would break `asyncio.timeout` in it.)
     """
-    if sys.version_info >= (3, 12):
-        return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)
-    if asyncio.current_task(loop) is not None:  # no step can run inside another task's
-        return asyncio.Task(coroutine, loop=loop, name=name, context=context)
-    # Python 3.11 schedules the step, uvloop in a queue of C. Here `call_soon` only keeps it.
-    kept: list[Any] = []
-    loop.call_soon = functools.partial(_keep, kept)  # type: ignore[method-assign, assignment]
+    if _IS_EAGER:
+        return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)  # type: ignore[call-arg]
+    if asyncio.current_task(loop) is None:  # else the step cannot run inside that task's
+        # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead.
+        loop.call_soon = _take_step  # type: ignore[method-assign, assignment]
     try:
-        task = asyncio.Task(coroutine, loop=loop, name=name, context=context)
-    finally:
-        del loop.call_soon
-    for step, args, its_context in kept:
-        if getattr(step, "__self__", None) is task:
-            first = step
-        else:  # of a finalizer that has run meanwhile
-            loop.call_soon(step, *args, context=its_context)
-    context.run(first)
-    return task
+        return asyncio.Task(coroutine, loop=loop, name=name, context=context)
+    except BaseException:
+        vars(loop).pop("call_soon", None)
+        raise
 
 
-def _keep(kept: list[Any], step: Any, *args: Any, context: Any = None) -> None:
-    kept.append((step, args, context))
+_IS_EAGER = sys.version_info >= (3, 12)
+
+
+def _take_step(step: Any, *args: Any, context: Any = None) -> Any:
+    loop = asyncio.get_running_loop()
+    if args or context is None:  # of a finalizer that runs meanwhile
+        return type(loop).call_soon(loop, step, *args, context=context)
+    del loop.call_soon
+    return context.run(step)
 
 
 async def run_to_end(

@@ -35,6 +35,10 @@ class Wire(Protocol):
         """End the connection at once."""
 
 
+Handle = Callable[[bytes, Sequence[Tensor]], int]
+"""Handles the data and the tensors of a message; returns the number of its calls or results."""
+
+
 class Carrier(abc.ABC):
     """One way for tensors. Confined to the event loop `loop`.
 
@@ -101,8 +105,8 @@ class Carrier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
-        """Return data and tensors of a received message.
+    def on_message(self, handle: Handle, data: bytes) -> int:
+        """Pass on a received message with its tensors.
 
         Raises an exception of any class if the frame is malformed.
         """

@@ -5,12 +5,11 @@ what the carrier does not take, tensors travel by torch RPC.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
+from functools import partial
 
 from .._wire.frames import SEGMENTS, SHARED, TRANSFERRED, TRANSFERS
-from .carrier import Carrier, Wire
+from .carrier import Carrier, Handle, Wire
 from .shared_memory import SharedMemory
 from .tensor_sockets import Dial, Offer, TensorSockets
 
@@ -41,15 +40,13 @@ class Carriers:
         self.shared = SharedMemory(wire, loop, self._choose)
         self.sockets = TensorSockets(wire, loop, self._choose, dial)
 
-    def handlers(
-        self, handle: Callable[[bytes, Sequence[Tensor]], int]
-    ) -> dict[int, Callable[[bytes], int | None]]:
+    def handlers(self, handle: Handle) -> dict[int, Callable[[bytes], int | None]]:
         """Return the handlers of frames by their kind; `handle` gets data and their tensors."""
         return {
             SEGMENTS: self.shared.on_news,
             TRANSFERS: self.sockets.on_news,
-            SHARED: lambda data: handle(*self.shared.read(data)),
-            TRANSFERRED: lambda data: handle(*self.sockets.read(data)),
+            SHARED: partial(self.shared.on_message, handle),
+            TRANSFERRED: partial(self.sockets.on_message, handle),
         }
 
     def __repr__(self) -> str:

@@ -25,10 +25,10 @@ from .._aio.segments import (
     read_probe,
 )
 from .._wire.blocks import Place, ReadyMessage, Then, place, tensors_at
-from .._wire.frames import MAX_FRAME, SEGMENTS, SHARED, ProtocolError, frame
-from .._wire.payloads import attach_data, detach_data
+from .._wire.frames import MAX_FRAME, SEGMENTS, SHARED, ProtocolError, header
+from .._wire.payloads import ATTACHED, attach_data, detach_data
 from .._wire.plain import dump, reader
-from .carrier import Carrier, Wire
+from .carrier import Carrier, Handle, Wire
 from .memory_pool import Piece
 from .segment_store import SegmentCopy, SegmentStore, store_of
 
@@ -144,7 +144,8 @@ class SharedMemory(Carrier):
     ) -> bool:
         if not self.can_send or self._store is None:
             return False
-        data, tensors = attach_data(data, tensors)
+        if len(data) > ATTACHED:
+            data, tensors = attach_data(data, tensors)
         if (found := place(tensors)) is None:
             return False
         blocks, places = found
@@ -181,7 +182,7 @@ class SharedMemory(Carrier):
         if can_send:
             body = dump((names, places, data))
             if len(body) <= MAX_FRAME:  # else too many tensors
-                body = frame(SHARED, body)
+                body = header(len(body), SHARED) + body
                 message = ReadyMessage(partial(self._send, copies, body), len(body))
         then(message)
 
@@ -212,10 +213,10 @@ class SharedMemory(Carrier):
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
-    def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
+    def on_message(self, handle: Handle, data: bytes) -> int:
         names, places, rest = _read_shared(data)
         tensors = tensors_at(places, [*starmap(self._map, names)])
-        return (rest, tensors) if rest else detach_data(rest, tensors)
+        return handle(rest, tensors) if rest else handle(*detach_data(rest, tensors))
 
     def _map(self, number: int, descriptor: int, inode: int, size: int, private: bool) -> Any:
         """Return a segment of the peer and its bytes; its release is told when it is freed."""

@@ -32,7 +32,7 @@ from .._wire.frames import MAX_FRAME, TRANSFERRED, TRANSFERS, ProtocolError, fra
 from .._wire.handshake import ARGUMENTS, RESULTS
 from .._wire.payloads import attach_data, detach_data
 from .._wire.plain import dump, reader
-from .carrier import Carrier, Wire
+from .carrier import Carrier, Handle, Wire
 from .host_copies import HostCopies, HostCopy
 from .memory import ReceiveMemory, receive_memory_of
 from .socket_threads import SOCKETS, SocketReceiver, SocketSender
@@ -535,12 +535,12 @@ class TensorSockets(Carrier):
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
-    def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
+    def on_message(self, handle: Handle, data: bytes) -> int:
         number, places, rest = _read_message(data)
         memory, size = self._incoming.take(number)
         if isinstance(memory, Segment):  # what is written is not seen by the siblings
             memory = memory.private_buffer()
-        return detach_data(rest, tensors_at(places, [(memory, size)]))
+        return handle(*detach_data(rest, tensors_at(places, [(memory, size)])))
 
     def _allocate(self, size: int, is_shared: bool) -> tuple[Any, Segment | None]:
         """Return memory, and its segment if there is one, in a thread of the receiver.

@@ -35,7 +35,7 @@ from .._torch.profiling import call_event, profiler_enabled
 from .._torch.switches import warn_of_autocast
 from .._wire.ancestry import awaited, entered_scopes
 from .._wire.columns import STREAM_END, plain_cell
-from .._wire.connection_state import FlowWindow
+from .._wire.connection_state import FlowWindow, Phase
 from .._wire.frames import (
     CALLS,
     RESULTS,
@@ -82,12 +82,21 @@ class Connection(Channel):
         peer: the process that runs the calls.
         connection_number: number of this connection among those of this process.
         observer: is told of the peer's messages and of the connection's end.
+        introductions: open the connections of this process.
+        succeed: returns the connection that takes the calls to a worker now.
         devices: those that tensors for the peer may be on, beside the CPU, and the peer's for each.
 
     Attributes:
         number: number of this connection among those of this process.
+        key: that of its session at the peer.
+        phase: how far it is.
         encoder: encodes the calls.
-        is_finished: whether the next call needs another connection.
+        pending: the calls that wait for a reply.
+        window: those that were sent.
+        carriers: carry large CPU tensors.
+        transfers: carry what else does not go in frames, by torch RPC.
+        questions: ask the peer where calls stand.
+        state: the unsent calls.
     """
 
     def __init__(
@@ -96,68 +105,62 @@ class Connection(Channel):
         peer: Peer,
         connection_number: int,
         observer: PeerObserver,
+        introductions: Introductions,
+        succeed: "Callable[[str], Connection]",
         devices: DeviceMapping = NO_DEVICES,
     ) -> None:
         super().__init__(peer, observer)
+        self.phase = Phase.OPENING
         self.peer: WorkerInfo = peer.member.info
-        self._peer_name = peer.name  # torch makes a new str each time
-        self._me = me
-        self._key = (me.name, me.worker_id, connection_number)
         self.number = connection_number
+        self.key = (me.name, me.worker_id, connection_number)
         self.encoder = CallEncoder(me.name, peer.name, devices)
-        self._calls = 0
-        self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
-        window = FlowWindow()
-        self._pending = PendingCalls(window, self.release_held)
-        self._carriers = Carriers(self, self._loop, self._on_carrier, self._dial)
-        self._transfers = TorchTransfers(self.peer, self._key, self._pending, self._carriers, self)
-        self._pending.collect = self._transfers.collect
-        ways = self._carriers, self._transfers
-        self._sender = CallSender(
-            self, peer.name, self._loop, self._pending, window, *ways, self._fail
-        )
-        self._state = self._sender.state
-        self.questions = Questions(
-            self._key, self.peer, self._pending, self.write, self._why_unsent
-        )
+        self.window = FlowWindow()
+        self.pending = PendingCalls(self)
+        self.carriers = Carriers(self, self.loop, self._on_carrier, self._dial)
+        self.transfers = TorchTransfers(self)
+        self.questions = Questions(self)
+        self._sender = CallSender(self)
+        self.state = self._sender.state
+        self.flush = self._sender.flush
         self.handlers |= {
-            RESULTS: self._pending.on_results,
+            RESULTS: self.pending.on_results,
             RETIRE: self._retire,
             WHERE: self.questions.on_answer,
-            **self._carriers.handlers(self._pending.on_results),
+            **self.carriers.handlers(self.pending.on_results),
         }
-        self._introductions: Introductions | None = None
-        self._succeed: Callable[[str], Connection]
+        self._me = me
+        self._peer_name = peer.name  # torch makes a new str each time
+        self._introductions = introductions
+        self._succeed = succeed
+        self._calls = 0
+        self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
         self._opening: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
         self._knocking: asyncio.Task[None] | None = None
-        self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
-        self._error: RpcError | None = None  # reason of its end
-        self._must_answer_retire = False
         self._is_successor = False  # its first calls were not sent over another connection
         self._passed_on = 0  # calls that another connection has taken over
-        self.is_finished = False
 
     def __repr__(self) -> str:
         return channel_repr(
-            self, f"to {self.peer.name}", f"{len(self._pending)} waiting", self._state
+            self, f"to {self.peer.name}", f"{len(self.pending)} waiting", self.state
         )
 
     @property
     def is_over(self) -> bool:
         """Return whether it has ended, and its calls have."""
-        return self.ended.is_set() and self._error is not None
+        return self.ended.is_set() and self.phase is Phase.FINISHED
 
     @property
     def waiting(self) -> int:
         """The number of calls and streams that wait for a reply."""
-        return len(self._pending)
+        return len(self.pending)
 
     def pending_calls(self) -> list[tuple[str, str, float]]:
         """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        receivers = [*self._pending.values()]
+        receivers = [*self.pending.values()]
         return [(target_name(each.source), self.peer.name, each.started) for each in receivers]
 
     def oldest_calls(self, most: int) -> list[tuple[str, float]]:
@@ -165,38 +168,38 @@ class Connection(Channel):
 
         In any thread.
         """
-        receivers = [*islice(self._pending.values(), most)]
+        receivers = [*islice(self.pending.values(), most)]
         calls = [each for each in receivers if not isinstance(each, StreamReader)]
         return [(target_name(each.source), each.started) for each in calls]
 
     def oldest(self, most: int) -> list[tuple[int, ReplyReceiver]]:
         """Return the numbers and receivers of the oldest pending calls. In any thread."""
-        return [*islice(self._pending.items(), most)]
+        return [*islice(self.pending.items(), most)]
 
     def has_work(self) -> bool:
         """Return whether a call is pending or unsent, or the peer still needs its tensors."""
-        state = self._state
-        return bool(self._pending or state.window or len(state) or self._carriers.has_work())
+        state = self.state
+        return bool(self.pending or self.window or len(state) or self.carriers.has_work())
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""
         return {
             "calls": self._calls - self._passed_on,
-            "in_flight": len(self._pending),
-            "unsent": len(self._state),
+            "in_flight": len(self.pending),
+            "unsent": len(self.state),
             "messages": self._sender.messages + self._lone_calls,
             "bytes_sent": self._sender.bytes + self._lone_bytes,
-            "late": self._pending.late,
-            "shared_messages": self._carriers.shared.sent,
-            "socket_messages": self._carriers.sockets.sent,
+            "late": self.pending.late,
+            "shared_messages": self.carriers.shared.sent,
+            "socket_messages": self.carriers.sockets.sent,
         }
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
         """Send a call; return the future of its value, or of its failure."""
-        future = InlineFuture(self._loop)
-        number, window = self._calls, self._state.window
+        future = InlineFuture(self.loop)
+        number, window = self._calls, self.window
         is_bare = not ((propagation.used or TRACER in modules) and is_needed())
         if due is None and not args[1] and is_bare:
             lone = self._encode_alone(number, target, args[0])
@@ -219,8 +222,8 @@ class Connection(Channel):
 
         All others are answered, and none will follow. The frame is what `encode_calls` makes of it.
         """
-        state = self._state
-        if state.woken != 1 or state.is_paused or state.window or state.queue:
+        state = self.state
+        if state.woken != 1 or state.is_paused or self.window or state.queue:
             return None
         if state.cancels or state.credits or len(args) != 1 or type(target) is not MethodTarget:
             return None
@@ -231,7 +234,7 @@ class Connection(Channel):
             return None
         (value,), encoded = args, known.target
         found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
-        if found is None or encoded in self._transfers.large_results:
+        if found is None or encoded in self.transfers.large_results:
             return None
         kind, cell = found
         column = cell if type(kind) is tuple else (cell,)
@@ -245,7 +248,7 @@ class Connection(Channel):
         self._calls = number + 1
         receiver.connection, receiver.number = self, number
         receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
-        self._pending[number] = receiver
+        self.pending[number] = receiver
         if profiler_enabled():  # until its result
             name = target_name(target)
             receiver.event = call_event("call", name, self._me.name, self._peer_name)
@@ -254,7 +257,7 @@ class Connection(Channel):
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
     ) -> InlineFuture:
         """Send a call of a group, whose target is encoded. Returns the same as `call`."""
-        future = InlineFuture(self._loop)
+        future = InlineFuture(self.loop)
         self._submit(self.encoder.member_call(self._calls, encoded, args, due), future, target)
         return future
 
@@ -266,37 +269,38 @@ class Connection(Channel):
 
     def cancel(self, number: int) -> None:
         """Cancel a call: its caller does not wait any more."""
-        if self._pending.drop(number) and not self._loop.is_closed():
-            self._state.cancel(number)
-            self._carriers.drop_cancelled()
+        if self.pending.drop(number) and not self.loop.is_closed():
+            self.state.cancel(number)
+            self.carriers.drop_cancelled()
             self.flush_soon()
 
     def foresee(self, number: int, seconds: float) -> None:
         """Ask where a call stands that `expire` will end soon, for the text of its error."""
-        if number in self._pending and (left := notice_of(seconds)):
+        if number in self.pending and (left := notice_of(seconds)):
             self.questions.foresee(number, left)
 
-    def _why_unsent(self, number: int) -> str | None:
+    def why_unsent(self, number: int) -> str | None:
         """Return why a pending call is not sent, None if it is."""
         if not self.is_open:
             return "is not sent: there is no connection yet"
-        if not self._state.was_sent(number):
+        if not self.state.was_sent(number):
             return "is not sent: it waits for flow control, or a copy of its tensors"
         return None
 
     def expire(self, call: ReplyReceiver, seconds: float) -> None:
         """End a call with CallTimeout: it has no result, or not all items, after `seconds`."""
         number = call.number
-        if self._holding is not None and self._holding.is_held(self.peer.name):
+        holding = self._holding()
+        if holding is not None and holding.is_held(self.peer.name):
             self._give_up(number, seconds)
-        elif number in self._pending:
-            was_sent = self._state.cancel(number)
-            self._pending.fail((number,), self._late(call, seconds, was_sent=was_sent))
-            self._carriers.drop_cancelled()
+        elif number in self.pending:
+            was_sent = self.state.cancel(number)
+            self.pending.fail((number,), self._late(call, seconds, was_sent=was_sent))
+            self.carriers.drop_cancelled()
             self.flush_soon()
         else:
             late = CallAborted(self._late(call, seconds, was_sent=True))
-            self._pending.finish_loading(number, late)
+            self.pending.finish_loading(number, late)
         if isinstance(call, StreamReader) and call.is_collecting():  # its last items
             call.fail(CallAborted(self._late(call, seconds, was_sent=True)))
 
@@ -309,13 +313,14 @@ class Connection(Channel):
 
     def grant(self, number: int, credit: int) -> None:
         """Let the callee send further items of a stream."""
-        self._state.credits.append((number, credit))
+        self.state.credits.append((number, credit))
         self.flush_soon()
 
     def _submit(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> None:
-        if is_needed():
+        if (propagation.used or TRACER in modules) and is_needed():
             self._carry(call, target, is_stream=type(receiver) is StreamReader)
-        recording = record_for_call()
+        is_recorded = current_record() is not None or current_context_id() >= 0
+        recording = record_for_call() if is_recorded else None
         if call.is_large or recording is not None:  # beside these the check costs nothing
             warn_of_autocast()
         if recording is not None:  # in an autograd context
@@ -323,13 +328,13 @@ class Connection(Channel):
             if call.head.kinds == PICKLED:
                 call.cells[0].warn_of_lost_graph(f"an argument of {name}")
             call.recorded = recording.begin(name, self.peer.name, self._recorded_calls)
-        large_results = self._transfers.large_results
+        large_results = self.transfers.large_results
         if call.recorded is not None or (large_results and call.head.target in large_results):
             call.by_torch = call.is_large = True
-        is_idle = not self._pending
+        is_idle = not self.pending
         self._register(call.number, receiver, target, call.head.target)
         self._hold(call.number)
-        if self._state.submit(call, is_idle=is_idle):
+        if self.state.submit(call, is_idle=is_idle):
             self.flush()
         else:
             self.flush_soon()
@@ -342,21 +347,26 @@ class Connection(Channel):
         if carried:
             call.carry(carried)
         if end is not None:
-            self._pending.observe(call.number, target, end)
+            self.pending.observe(call.number, target, end)
+
+    def _holding(self) -> Holding | None:
+        """Return what holds calls until the peer is reached, None if nothing does."""
+        return self._introductions.holding if self.phase is Phase.OPENING else None
 
     def _hold(self, number: int) -> None:
         """Bound the time for which a call waits for a peer that does not serve yet."""
-        if self._holding is not None:
-            seconds = self._holding.timeout
-            self._held.append(self._loop.call_later(seconds, self._give_up, number, seconds))
+        if self.phase is Phase.OPENING and (holding := self._introductions.holding) is not None:
+            seconds = holding.timeout
+            self._held.append(self.loop.call_later(seconds, self._give_up, number, seconds))
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""
-        if self._holding is not None:
-            self._pending.fail((number,), held_too_long(self._holding, self.peer.name, seconds))
+        if (holding := self._holding()) is not None:
+            self.pending.fail((number,), held_too_long(holding, self.peer.name, seconds))
 
-    def _stop_holding(self) -> None:
-        self._holding = None
+    def _enter(self, phase: Phase) -> None:
+        """Go forward to a phase."""
+        self.phase = max(self.phase, phase)
         for timer in self._held:
             timer.cancel()
         self._held.clear()
@@ -365,30 +375,28 @@ class Connection(Channel):
 
     def start_sending(self, transport: asyncio.Transport, received: bytes = b"") -> None:
         """Send the calls that have waited for the connection, and handle what was received."""
-        if self._error is not None:
+        if self.phase is Phase.FINISHED:
             transport.abort()
             return
-        self._stop_holding()
+        self._enter(Phase.OPEN)
         self.start(transport)
-        self._state.is_paused = False
-        self._carriers.offer(self._peer.tensor_offer)
+        self.state.is_paused = False
+        self.carriers.offer(self._peer.tensor_offer)
         self.flush()
         if received:
             self.feed(received)
 
     def pause_writing(self) -> None:
-        self._state.is_paused = True
+        self.state.is_paused = True
 
     def resume_writing(self) -> None:
-        self._state.is_paused = False
+        self.state.is_paused = False
         self.flush_soon()
 
-    def flush(self) -> None:
-        if not self.is_open:
-            return
-        self._sender.flush()
-        if self._must_answer_retire and not self._sender.state:
-            self._must_answer_retire = False
+    def on_all_sent(self) -> None:
+        """Tell a peer that leaves that no call follows."""
+        if self.phase is Phase.RETIRING:
+            self._enter(Phase.RETIRED)
             self.write(frame(RETIRE, b""))
 
     def on_payload_sent(self, size: int) -> None:
@@ -397,7 +405,7 @@ class Connection(Channel):
 
     def on_payload_failed(self, number: int, error: RpcError) -> None:
         """Fail a call whose payload did not arrive, and withdraw its slot."""
-        if self._state.cancel(number):
+        if self.state.cancel(number):
             self.flush_soon()
         lost: RpcError | None = error
         if isinstance(error, WorkerLost):
@@ -405,14 +413,15 @@ class Connection(Channel):
             if not error.may_have_run:  # the caller may call another worker
                 lost = error
         if lost is not None:  # otherwise as in `_lose`
-            self._fail([number], lost)
+            self.fail([number], lost)
 
-    def _fail(self, numbers: Sequence[int], error: RpcError) -> None:
-        self._state.window.answered(numbers)
-        self._pending.fail(numbers, error)
+    def fail(self, numbers: Sequence[int], error: RpcError) -> None:
+        """End calls with an error."""
+        self.window.answered(numbers)
+        self.pending.fail(numbers, error)
 
     def abort(self, why: Exception | None = None) -> None:
-        self._state.is_paused = True  # what is written now would be lost
+        self.state.is_paused = True  # what is written now would be lost
         super().abort(why)
 
     def ping(self) -> None:
@@ -423,7 +432,7 @@ class Connection(Channel):
         super().ping()
         if self.is_open and not self.is_local and self._knocking is None:
             context = contextvars.Context()
-            knocking = self._loop.create_task(self._knock(), name="aiorpc-connect", context=context)
+            knocking = self.loop.create_task(self._knock(), name="aiorpc-connect", context=context)
             knocking.add_done_callback(self._on_knocked)
             self._knocking = knocking
 
@@ -432,69 +441,61 @@ class Connection(Channel):
 
     def check_path(self, timeout: float) -> None:
         super().check_path(timeout)
-        self._carriers.sockets.check_path(timeout)
+        self.carriers.sockets.check_path(timeout)
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def _on_carrier(self) -> None:
         """Let large results come by the carrier, too."""
-        self._peer.tensor_offer = self._carriers.sockets.taken
-        self._transfers.large_results.clear()
+        self._peer.tensor_offer = self.carriers.sockets.taken
+        self.transfers.large_results.clear()
 
     def release_held(self, number: int) -> None:
         """Let the callee release what it holds of a call: nothing will collect it."""
-        self._state.cancels.append(number)
+        self.state.cancels.append(number)
         self.flush_soon()
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
-        if self._state.queue:
+        if self.state.queue:
             self.flush()
-        if not (wake := self._pending.wake):
+        if not (wake := self.pending.wake):
             return
-        self._pending.wake, self._state.woken = [], len(wake)
+        self.pending.wake, self.state.woken = [], len(wake)
         if len(wake) == 1:
             wake[0].resume()
         else:
-            resume_all(wake, self._loop)
+            resume_all(wake, self.loop)
 
     def on_payload_reply(self, number: int, outcomes: Sequence[Any]) -> None:
         """Release a call, also a cancelled one, and deliver its results."""
         # The end of a stream comes on the connection, after its items: until then it has run.
-        if not isinstance(self._pending.get(number), StreamReader):
-            self._state.window.answered((number,))
+        if not isinstance(self.pending.get(number), StreamReader):
+            self.window.answered((number,))
         self.on_results([each for each in outcomes if each[1] is not STREAM_END])
 
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results that torch RPC has brought."""
-        self._pending.deliver(outcomes)
+        self.pending.deliver(outcomes)
         self.note_heard()
         self.on_read()
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────
 
-    def open(self, introductions: Introductions, succeed: "Callable[[str], Connection]") -> None:
-        """Start to connect, in a task.
-
-        Args:
-            introductions: open the connections of this process.
-            succeed: returns the connection that takes the calls to a worker now.
-        """
-        self._introductions, self._succeed = introductions, succeed
-        self._holding = introductions.holding
-        opening = introductions.connect(self._peer, self._key[2], self.start_sending)
+    def open(self) -> None:
+        """Start to connect, in a task."""
+        opening = self._introductions.connect(self._peer, self.number, self.start_sending)
         context = contextvars.Context()  # without the deadline of the first caller
-        self._opening = self._loop.create_task(opening, name="aiorpc-connect", context=context)
+        self._opening = self.loop.create_task(opening, name="aiorpc-connect", context=context)
         self._opening.add_done_callback(self._on_opened)
 
     async def _dial(self, purpose: int) -> socket.socket:
         """Return a proven socket to the peer for tensors of this connection."""
-        assert self._introductions is not None
-        return await self._introductions.dial(self._peer, number_for(self._key[2], purpose))
+        return await self._introductions.dial(self._peer, number_for(self.number, purpose))
 
     def _on_opened(self, opening: "asyncio.Task[None]") -> None:
         """Fail the pending calls if there is no connection."""
-        if self._transport is not None:
+        if self.transport is not None:
             return
         self.ended.set()
         exc = asyncio.CancelledError() if opening.cancelled() else opening.exception()
@@ -507,17 +508,15 @@ class Connection(Channel):
 
     def _retire(self, _: bytes) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
-        self.is_finished = self._must_answer_retire = True
+        self._enter(Phase.RETIRING)
         self._observer.on_leave_message(self.peer.name, self.peer.id, "retires", "")
         self.flush()
 
     def leave(self, what: str, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
         self._fail_calls(error, recorded=what != "ended")  # torch answers them after a loop's end
-        self._stop_holding()
-        self._error = self._error or error
-        self.is_finished = True
-        if self._transport is not None:
+        self._enter(Phase.FINISHED)
+        if self.transport is not None:
             self.close(what, text)
         elif self._opening is not None:
             self._opening.cancel()
@@ -530,12 +529,12 @@ class Connection(Channel):
             self._fail_calls(error, recorded=True)
 
     def _fail_calls(self, error: RpcError, *, recorded: bool) -> None:
-        if sent := self._state.clear():
-            self._state.cancels += sent
-            self._pending.fail(sent, error)
-        if unsent := [*self._pending]:
-            self._pending.fail(unsent, error, were_sent=False)
-        self._carriers.drop_cancelled()
+        if sent := self.state.clear():
+            self.state.cancels += sent
+            self.pending.fail(sent, error)
+        if unsent := [*self.pending]:
+            self.pending.fail(unsent, error, were_sent=False)
+        self.carriers.drop_cancelled()
         if self.is_open:
             self.flush_soon()
         for each in [*self._recorded_calls] if recorded else ():
@@ -543,17 +542,15 @@ class Connection(Channel):
 
     def _lose(self, error: WorkerLost) -> None:
         """End without a leave message; the calls of a process that ends wait for the reason."""
-        self.is_finished = True
+        self._enter(Phase.LOST)
         lost = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
         if lost is not None:
             self._finish(lost)
 
     def _finish(self, error: RpcError) -> None:
-        if self._error is None:
-            self._error = error
-            self.is_finished = True
+        if self.phase is not Phase.FINISHED:
+            self._enter(Phase.FINISHED)
             self._fail_calls(error, recorded=True)
-            self._stop_holding()
             self._sender.close()
 
     def on_close(self, what: str, text: str) -> None:
@@ -566,13 +563,13 @@ class Connection(Channel):
 
     def on_loop_closed(self) -> None:
         """End the threads, which would keep this connection alive. From another loop."""
-        self._carriers.close()
+        self.carriers.close()
 
     def on_end(self, error: Exception | None) -> None:
-        self._carriers.close()
+        self.carriers.close()
         if self._knocking is not None:
             self._knocking.cancel()
-        if error is None or self._error is not None:
+        if error is None or self.phase is Phase.FINISHED:
             self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
         elif self.is_local:  # its process has ended
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
@@ -589,30 +586,31 @@ class Connection(Channel):
         error = WorkerLost(self.peer.name, reason)
         known = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
         if known is error:
-            self._state.is_paused = True
+            self._enter(Phase.JUDGED)
+            self.state.is_paused = True
             context = contextvars.Context()
-            self._judging = self._loop.create_task(
+            self._judging = self.loop.create_task(
                 self._judge_path(reason), name="aiorpc-connect", context=context
             )
             self._judging.add_done_callback(partial(self._on_judged, reason))
             return
-        self.is_finished = True
+        self._enter(Phase.LOST)
         if known is not None:
             self._finish(known)
 
     async def _judge_path(self, reason: str) -> None:
         """Wait for the ping, and let another connection take the unsent calls to a living peer."""
-        knocking = self._loop.create_task(self._knock(), name="aiorpc-connect")
+        knocking = self.loop.create_task(self._knock(), name="aiorpc-connect")
         try:
             await self._observer.wait_until_probed(self.peer.name)
         finally:
             knocking.cancel()
-        if self._error is not None:
+        if self.phase is Phase.FINISHED:
             return
         if self._peer.is_lost and self._peer.error is not None:
             self._finish(self._peer.error)
             return
-        self.is_finished = True
+        self._enter(Phase.LOST)
         if not self._is_successor or self._sender.messages + self._lone_calls:
             self._pass_on()
 
@@ -641,7 +639,7 @@ class Connection(Channel):
 
         Unless this one had such calls, and has sent none: the next one would not either.
         """
-        unsent = [each for each in self._state.withdraw() if each.number in self._pending]
+        unsent = [each for each in self.state.withdraw() if each.number in self.pending]
         if not unsent:
             return
         with contextlib.suppress(RpcError):  # the peer leaves, or was replaced, or this one leaves
@@ -656,11 +654,11 @@ class Connection(Channel):
         earlier._passed_on += 1
         call, number = call.renumbered(self._calls), call.number
         self._calls += 1
-        self._pending.take_over(call.number, earlier._pending, number)
-        receiver = self._pending[call.number]
+        self.pending.take_over(call.number, earlier.pending, number)
+        receiver = self.pending[call.number]
         receiver.connection, receiver.number = self, call.number
         if call.recorded is not None:
             call.recorded.move(self._recorded_calls)
         self._hold(call.number)
-        self._state.submit(call, is_idle=False)
+        self.state.submit(call, is_idle=False)
         self.flush_soon()

@@ -7,21 +7,23 @@ import asyncio
 import contextvars
 import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .._context.interception import End
-from .._wire.columns import STREAM_END, HeldResult, read_kind
-from .._wire.connection_state import FlowWindow
+from .._wire.columns import STREAM_END, HeldResult, read_column, read_kind
 from .._wire.exceptions import RemoteFailure
-from .._wire.messages import ResultKey, read_column, read_reply
+from .._wire.messages import ResultKey, read_reply
 from .._wire.pickling import CallAborted, LongPickle
 from .._wire.targets import Target
 from .._wire.tensors import from_bytes
 from ..errors import RemoteError, RpcError
 from .answers import exception_of
 from .stream_reader import Item, StreamReader
+
+if TYPE_CHECKING:
+    from .connection import Connection
 
 Step = Callable[["InlineFuture"], object]
 
@@ -136,12 +138,6 @@ It has the connection and the number of the call. Both change if another connect
 
 _NOT_A_STREAM = CallAborted(RemoteError("a value came in place of the items of a stream"))
 
-Collect = Callable[[ResultKey, ReplyReceiver, Item | None], None]
-"""Asks for a result that the callee holds: a call's, or an item's."""
-
-Release = Callable[[int], None]
-"""Tells the callee that no result which it holds of a call will be collected."""
-
 
 def cancel(call: ReplyReceiver) -> None:
     """Cancel a call: its caller does not wait any more."""
@@ -161,24 +157,17 @@ def expire(call: ReplyReceiver, seconds: float) -> None:
 class PendingCalls(dict[int, ReplyReceiver]):
     """The pending calls of one connection.
 
-    Args:
-        window: the calls that were sent; those that end leave it.
-        release: is called for the call of a held result that is not wanted any more.
-
     Attributes:
-        collect: is called for each wanted result that the callee holds.
         late: number of replies to calls that were given up.
         wake: resolved futures, whose tasks the reader of the results has to resume.
     """
 
-    collect: Collect
-
-    def __init__(self, window: FlowWindow, release: Release) -> None:
+    def __init__(self, connection: "Connection") -> None:
         super().__init__()
         self.late = 0
         self.wake: list[InlineFuture] = []
-        self._window = window
-        self._release = release
+        self._connection = connection
+        self._window = connection.window
         self._loading: dict[int, InlineFuture] = {}  # whose results have come
         self._observed: dict[int, tuple[Target, End]] = {}  # of interceptors
 
@@ -206,7 +195,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
                     window.answered((key[0],))  # type: ignore[index]
                 continue
             if type(value) is HeldResult and key in self:
-                self.collect(key, self[key], None)
+                self._connection.transfers.collect(key, self[key], None)
                 continue
             if (size := window.pop(key, None)) is not None:  # as `answered`
                 window.size -= size
@@ -223,7 +212,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
             elif receiver is None:
                 self.late += 1
                 if type(value) is HeldResult:
-                    self._release(key)
+                    self._connection.release_held(key)
             elif isinstance(receiver, StreamReader):  # the callee could not begin the stream
                 receiver.fail(value if type(value) is RemoteFailure else _NOT_A_STREAM)
 
@@ -252,7 +241,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
             if receiver is not None:
                 raise TypeError(f"an item of a stream came for call {number}, which is no stream")
             if type(value) is HeldResult:
-                self._release(number)
+                self._connection.release_held(number)
             return price == 0  # only the end is free
         if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
             raise TypeError(f"an item of the stream of call {number} must have a price, got 0")
@@ -260,7 +249,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
             if (item := receiver.add(HeldResult(0), price)) is not None:
                 self.fill(receiver, item, value)
         elif (item := receiver.add(value, price)) is not None:
-            self.collect(key, receiver, item)
+            self._connection.transfers.collect(key, receiver, item)
         if price == 0:
             del self[number]
             if self._observed:

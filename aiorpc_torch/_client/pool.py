@@ -19,6 +19,7 @@ from .._torch.devices import NO_DEVICES, DeviceMapping, DeviceRoutes
 from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from .._wire.ancestry import CallKey, call_of
+from .._wire.connection_state import Phase
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
@@ -37,6 +38,8 @@ _ByPeer = dict[str, list[Connection]]
 _LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer]
 """A weak reference to a loop, and its connections."""
 
+
+_RETIRING = Phase.RETIRING
 
 MOST_OUTGOING = 1_000  # calls of one connection that are looked at
 
@@ -138,7 +141,7 @@ class ConnectionPool:
         if last() is not loop:
             by_peer = self._connections_of(loop)
         known = by_peer.get(worker)
-        if known and not (connection := known[-1]).is_finished:
+        if known and (connection := known[-1]).phase < _RETIRING:
             return connection
         return self._connect(by_peer, worker)
 
@@ -149,8 +152,9 @@ class ConnectionPool:
             if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
-        connection = Connection(me, peer, next(self._numbers), self.observer, devices)
-        connection.open(self._introductions, self._successor)
+        parts = self.observer, self._introductions, self._successor, devices
+        connection = Connection(me, peer, next(self._numbers), *parts)
+        connection.open()
         by_peer.setdefault(worker, []).append(connection)
         return connection
 

@@ -9,16 +9,14 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .._aio.deadlines import in_seconds
 from .._aio.places import Line
 from .._endpoint import entry_points
-from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
 from .._wire.frames import WHERE, frame
-from .._wire.messages import SessionKey
 from .._wire.plain import dump
 from .._wire.standing import (
     MOST_CALLS,
@@ -33,7 +31,9 @@ from .._wire.standing import (
     standings_of,
 )
 from .._wire.targets import call_name
-from .pending import ReplyReceiver
+
+if TYPE_CHECKING:
+    from .connection import Connection
 
 MAX_ASKED = 16  # questions without an answer
 KEPT = 1.0  # seconds that the answer for a call which is about to time out is kept
@@ -44,26 +44,11 @@ Answer = Callable[[Sequence[Node]], None]
 
 
 class Questions:
-    """The questions of one connection. Confined to its event loop.
+    """The questions of one connection. Confined to its event loop."""
 
-    Args:
-        key: key of the session.
-        peer: the peer.
-        pending: the pending calls.
-        write: writes a frame to the peer.
-        why_unsent: returns why a call is not sent, None if it is.
-    """
-
-    def __init__(
-        self,
-        key: SessionKey,
-        peer: WorkerInfo,
-        pending: Mapping[int, ReplyReceiver],
-        write: Callable[[bytes], None],
-        why_unsent: Callable[[int], str | None],
-    ) -> None:
-        self._key, self._peer, self._pending = key, peer, pending
-        self._write, self._why_unsent = write, why_unsent
+    def __init__(self, connection: "Connection") -> None:
+        self._key, self._peer, self._pending = connection.key, connection.peer, connection.pending
+        self._connection = connection
         self._ids = itertools.count()
         self._asked: dict[int, Callable[[Sequence[Node] | None], None]] = {}
         self._is_looking = False  # by torch RPC
@@ -77,7 +62,7 @@ class Questions:
     ) -> None:
         """Call `then` with where pending calls stand, at the latest when the time limit is over."""
         numbers = [each for each in numbers if each in self._pending][: limits.most]
-        unsent = {each: self._why_unsent(each) for each in numbers}
+        unsent = {each: self._connection.why_unsent(each) for each in numbers}
         sent = [each for each in numbers if unsent[each] is None]
         nodes = [self.node(each, why) for each, why in unsent.items() if why is not None]
 
@@ -98,7 +83,7 @@ class Questions:
         seconds = question.limits.seconds
         loop.call_later(seconds / 3, self._look_at_loop, question.id)
         loop.call_later(seconds, self._end, question.id, None)
-        self._write(frame(WHERE, dump(question)))
+        self._connection.write(frame(WHERE, dump(question)))
 
     def _look_at_loop(self, question: int) -> None:
         """Ask by torch RPC, whose threads answer, where an event loop stands that does not."""

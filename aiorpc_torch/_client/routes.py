@@ -209,7 +209,9 @@ class RoutedCall(RemoteCall):
         seconds = None if self._timeout is None else time_left(route.due)
         return RemoteCall(*place, seconds, *args, **kwargs)
 
-    def _run(self) -> Generator[Any, Any, Any]:
+    def __await__(self, *, is_task: bool = False) -> Generator[Any, Any, Any]:
+        if not is_task:
+            self._use()
         route = self._route()
         try:
             while True:

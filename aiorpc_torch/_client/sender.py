@@ -8,60 +8,28 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .._carrier.carrier import Carrier
-from .._carrier.choice import Carriers
 from .._wire.blocks import ReadyMessage
-from .._wire.connection_state import FlowWindow, SendState
+from .._wire.connection_state import Phase, SendState
 from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
 from .._wire.tensor_table import TensorTable
+from .._wire.wire_targets import NamedTarget
 from ..errors import NotInWorld, RpcError
 from .call_encoder import slot_key
-from .pending import PendingCalls
+
+if TYPE_CHECKING:
+    from .connection import Connection
 
 log = logging.getLogger("aiorpc_torch")
 
 
-class CallWire(Protocol):
-    """The connection of a sender."""
-
-    @property
-    def can_write(self) -> bool:
-        """Return whether the transport takes what is written."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Write frames."""
-
-    def flush(self) -> None:
-        """Call the sender's `flush`, if frames may be sent."""
-
-    def flush_soon(self) -> None:
-        """Do so at the end of this loop iteration."""
-
-
-class ByTorch(Protocol):
-    """The sender of payloads by torch RPC."""
-
-    def send_payload(self, call: EncodedCall) -> None:
-        """Send the payload of a call, whose slot was sent."""
-
-
 class CallSender:
-    """The sender of one connection's calls. Confined to the event loop `loop`.
-
-    Args:
-        wire: the connection.
-        peer: name of the callee.
-        pending: its calls that wait for a reply.
-        window: those that were sent.
-        carriers: carry large CPU tensors.
-        by_torch: its transfers by torch RPC.
-        fail: ends the calls of these numbers with an error.
+    """The sender of one connection's calls. Confined to its event loop.
 
     Attributes:
         state: the calls that are not sent yet, and the window of unanswered ones.
@@ -69,26 +37,12 @@ class CallSender:
         bytes: their bytes.
     """
 
-    def __init__(
-        self,
-        wire: CallWire,
-        peer: str,
-        loop: asyncio.AbstractEventLoop,
-        pending: PendingCalls,
-        window: FlowWindow,
-        carriers: Carriers,
-        by_torch: ByTorch,
-        fail: Callable[[Sequence[int], RpcError], None],
-    ) -> None:
+    def __init__(self, connection: "Connection") -> None:
+        pending, window = connection.pending, connection.window
         self.state = SendState[EncodedCall](pending, window, _on_dropped, self._object_of)
         self.messages = self.bytes = 0
-        self._wire = wire
-        self._peer = peer
-        self._loop = loop
+        self._connection = connection
         self._pending = pending
-        self._carriers = carriers
-        self._by_torch = by_torch
-        self._fail = fail
         self._is_flushing = False
         self._trickle_timer: asyncio.TimerHandle | None = None
 
@@ -97,27 +51,32 @@ class CallSender:
 
     def flush(self) -> None:
         """Send what may be sent now."""
-        state = self.state
+        connection, state = self._connection, self.state
+        if not connection.is_open:
+            return
         if state.cancels or state.credits:  # before later calls
             self._write(CONTROL, dump(state.controls()))
         # A transport that has failed would drop them; here they are known to be unsent.
+        is_failing = connection.transport.is_closing
         self._is_flushing = True
         try:
-            while self._wire.can_write and (calls := state.take()):
+            while (state.queue or state.ready) and not is_failing() and (calls := state.take()):
                 if not calls[0].is_large:
                     self._send(calls)
                     continue
                 try:
                     self._send_large(calls[0])
                 except ReferenceError as exc:  # the world of its object was left meanwhile
-                    self._fail([calls[0].number], NotInWorld(str(exc)))
+                    connection.fail([calls[0].number], NotInWorld(str(exc)))
         finally:
             self._is_flushing = False
-        if state.has_unsent() and self._trickle_timer is None and not state.is_paused:
+        if (state.queue or state.ready) and self._trickle_timer is None and not state.is_paused:
             window = state.window
-            self._trickle_timer = self._loop.call_later(
+            self._trickle_timer = connection.loop.call_later(
                 window.trickle_interval, self._trickle, window.answers
             )
+        if connection.phase is Phase.RETIRING and not state:
+            connection.on_all_sent()
 
     def close(self) -> None:
         """End the timer of a full window."""
@@ -132,22 +91,24 @@ class CallSender:
     def _trickle(self, answers: int) -> None:
         self._trickle_timer = None
         self.state.must_admit = answers == self.state.window.answers
-        self._wire.flush()
+        self.flush()
 
     def _write(self, kind: int, data: bytes) -> None:
         self.bytes += len(data)
-        self._wire.write(frame(kind, data))
+        self._connection.write(frame(kind, data))
 
     def _send(self, calls: Sequence[EncodedCall]) -> None:
         """Send calls in one frame."""
         try:
             data = frame(CALLS, dump(encode_calls(calls, time.monotonic(), TensorTable())))
         except Exception as exc:  # out of memory, for one; nothing was sent
-            error = RpcError(f"a call to worker {self._peer!r} could not be sent: {exc}")
-            self._fail([call.number for call in calls], error)
+            error = RpcError(
+                f"a call to worker {self._connection.peer.name!r} could not be sent: {exc}"
+            )
+            self._connection.fail([call.number for call in calls], error)
             return
         self.count(len(data))
-        self._wire.write(data)
+        self._connection.write(data)
 
     # ── large calls ─────────────────────────────────────────────────────────────────────────────
 
@@ -158,16 +119,16 @@ class CallSender:
             self.bytes += call.shared.size + call.size
             call.shared.send()
         elif call.by_torch:
-            self._write(SLOT, dump((call.number, self._object_of(call))))
-            self._by_torch.send_payload(call)
-        elif (carrier := self._carriers.chosen) is None or not self._copy(call, carrier):
+            self._write(SLOT, dump((call.number, slot_key(self._pending[call.number].source))))
+            self._connection.transfers.send_payload(call)
+        elif (carrier := self._connection.carriers.chosen) is None or not self._copy(call, carrier):
             call.by_torch = True
             if not self.state.must_wait(call):
                 self._send_large(call)
 
     def _copy(self, call: EncodedCall, carrier: Carrier) -> bool:
         """Begin to send the tensors of a call; return False if it has to be sent otherwise."""
-        self.state.begin_copy(call)
+        self.state.begin_copy(call, self._object_of(call))
         tensors = TensorTable()
         try:
             data = dump(encode_calls((call,), time.monotonic(), tensors))
@@ -184,9 +145,12 @@ class CallSender:
         """Send a call whose tensors the peer can reach, after those before it."""
         call.shared, call.by_torch = message, message is None
         if self.state.end_copy(call) and not self._is_flushing:  # a small copy ends inside
-            self._wire.flush()
+            self.flush()
 
     def _object_of(self, call: EncodedCall) -> Any:
+        target = call.head.target
+        if type(target) is NamedTarget and type(target.on) is tuple:  # the common case
+            return target.on
         return slot_key(self._pending[call.number].source)
 
 

@@ -8,15 +8,12 @@ callee's maps would count. (tests/loopback/test_payloads.py)
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._carrier.choice import Carriers
 from .._context.recording import RecordedCall
 from .._endpoint import entry_points
-from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
 from .._wire.blocks import can_place
 from .._wire.messages import (
@@ -32,55 +29,23 @@ from .._wire.tensors import size_of
 from .._wire.wire_targets import EncodedTarget
 from ..errors import RemoteError, RpcError, WorkerLost
 from .answers import is_inline, read_answer
-from .pending import PendingCalls, ReplyReceiver
+from .pending import ReplyReceiver
 from .stream_reader import Item, StreamReader
+
+if TYPE_CHECKING:
+    from .connection import Connection
 
 MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
 
 
-class Owner(Protocol):
-    """The connection of the transfers: its callbacks for their outcomes. Called on its loop."""
-
-    def on_payload_sent(self, size: int) -> None:
-        """Count a message with `size` bytes."""
-
-    def on_payload_failed(self, number: int, error: RpcError) -> None:
-        """Fail the call and withdraw its slot."""
-
-    def on_payload_reply(self, number: int, outcomes: Sequence[Any]) -> None:
-        """Release the call and deliver its results."""
-
-    def on_results(self, outcomes: Sequence[Any]) -> None:
-        """Deliver results."""
-
-    def release_held(self, number: int) -> None:
-        """Let the callee release what it holds of a call."""
-
-
 class TorchTransfers:
-    """The values that one connection sends and receives by torch RPC.
+    """The values that one connection sends and receives by torch RPC."""
 
-    Args:
-        peer: the process that runs the calls.
-        key: the key of the connection's session at the peer.
-        pending: the calls of the connection that wait for a reply.
-        carriers: may take what torch RPC has carried.
-        owner: is told what came of each transfer.
-    """
-
-    def __init__(
-        self,
-        peer: WorkerInfo,
-        key: tuple[str, int, int],
-        pending: PendingCalls,
-        carriers: Carriers,
-        owner: Owner,
-    ) -> None:
-        self._peer = peer
-        self._key = key
-        self._pending = pending
-        self._carriers = carriers
-        self._owner = owner
+    def __init__(self, connection: "Connection") -> None:
+        self._peer = connection.peer
+        self._key = connection.key
+        self._pending = connection.pending
+        self._owner = connection
         self.large_results: set[EncodedTarget] = set()
         """Targets whose last result was large: the next call goes by torch both ways."""
 
@@ -132,7 +97,7 @@ class TorchTransfers:
 
     def _travels_otherwise(self, results: Any) -> bool:
         """Return whether the next results like these need no message of torch RPC."""
-        is_carried = self._carriers.chosen is not None
+        is_carried = self._owner.carriers.chosen is not None
         return is_inline(results) or (is_carried and all(map(can_place, results[1])))
 
     # ── held results ────────────────────────────────────────────────────────────────────────────

@@ -21,12 +21,14 @@ from .._handles.mistakes import note_rref
 from .._text import printable
 from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
+from .._torch.devices import check_sendable
 from .._torch.profiling import call_event, profiler_enabled
 from .._wire.ancestry import BatchScope, enter_scopes, note_call
 from .._wire.columns import (
     FAILED,
     PACKED,
     PLAIN,
+    TENSOR,
     SharedValue,
     cell_tensors,
     direct_cell,
@@ -35,6 +37,7 @@ from .._wire.columns import (
 from .._wire.exceptions import RemoteFailure, note_has_run, try_add_note
 from .._wire.messages import Arguments, Carried
 from .._wire.pickling import pack
+from .._wire.staged import stage
 from .._wire.targets import GENERATOR_HINT, function_name
 from .._wire.tensors import small_tensor
 from ..errors import WorkerLost
@@ -305,10 +308,12 @@ class RpcCall(ServerCall):
             return kind, content
         if self.recording is not None and kind == PACKED:
             content.warn_of_lost_graph(f"the result of {self.name}")
-        if tensors := cell_tensors(kind, content):
-            self.session.check_sendable(tensors)
+        tensors: Any = (content,) if kind == TENSOR else cell_tensors(kind, content)
+        if tensors:
+            mapped = self.session.mapped
+            check_sendable(tensors, mapped, self.caller)  # else its whole message would fail
             if kind == PACKED and self.recording is None:  # else torch sends the graph
-                content = self.session.stage(content)
+                content = stage(content, mapped)
         return kind, content
 
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:

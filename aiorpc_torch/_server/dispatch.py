@@ -28,6 +28,7 @@ from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.profiling import profiler_enabled
 from .._torch.rrefs import RRefId
 from .._wire.ancestry import BatchId, BatchScope, from_wire
+from .._wire.columns import read_cells
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import (
     MAX_HEADS,
@@ -253,9 +254,11 @@ class Dispatcher:
                 calls += self._failing(group.numbers, reply, now, exc, stream=wire.stream)
                 continue
             numbers, columns, kind_of_all = group.numbers, group.columns, wire.only_kind
-            if kind_of_all is not None and len(columns) == 1 and type(columns[0]) is bytes:
-                # One small tensor each, the common case.
-                values = from_bytes(kind_of_all, columns[0], len(numbers))
+            if kind_of_all is not None and len(columns) == 1:  # one argument each
+                if type(columns[0]) is bytes:  # a small tensor, the common case
+                    values: list[Any] = from_bytes(kind_of_all, columns[0], len(numbers))
+                else:
+                    values = read_cells(kind_of_all, columns[0], rest, len(numbers))
                 rows: list[Any] = [((value,), {}) for value in values]
             else:
                 rows = wire.rows(group, rest)

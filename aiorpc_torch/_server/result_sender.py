@@ -7,64 +7,38 @@ caller collects it by torch RPC. All others go in frames. The items of a stream 
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Sequence, Sized
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .._carrier.carrier import Carrier
-from .._carrier.choice import Carriers
 from .._wire.blocks import ReadyMessage
-from .._wire.columns import FAILED, HELD, PLAIN, cell_bytes, cell_tensors
+from .._wire.columns import FAILED, HELD, PLAIN, TENSOR, cell_bytes, cell_tensors
 from .._wire.connection_state import ReplyState
 from .._wire.exceptions import RemoteFailure
 from .._wire.frames import MAX_FRAME, RESULTS, frame
 from .._wire.messages import EncodedResult, encode_reply
 from .._wire.slots import Slots
-from .._wire.tensors import INLINE_BYTES
+from .._wire.tensors import INLINE_BYTES, size_of
+
+if TYPE_CHECKING:
+    from .session import Session
 
 log = logging.getLogger("aiorpc_torch")
 
 
-class ResultWire(Protocol):
-    """The session of a sender."""
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether frames may be sent."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Write frames."""
-
-    def flush(self) -> None:
-        """Call the sender's `flush`, if frames may be sent."""
-
-    def flush_soon(self) -> None:
-        """Do so at the end of this loop iteration."""
-
-    def abort(self) -> None:
-        """End the connection at once."""
-
-
 class ResultSender:
     """The sender of one session's results. Confined to its event loop.
-
-    Args:
-        wire: the session.
-        caller: name of the worker that gets the results.
-        carriers: carry large CPU tensors.
-        calls: the calls that run.
 
     Attributes:
         held: the results that wait to be collected, with their sizes in bytes.
         replies: the results that wait for their frame.
     """
 
-    def __init__(self, wire: ResultWire, caller: str, carriers: Carriers, calls: Sized) -> None:
+    def __init__(self, session: "Session") -> None:
         self.held: dict[Any, tuple[EncodedResult, int]] = {}
-        self._wire = wire
-        self._caller = caller
-        self._carriers = carriers
-        self._calls = calls
+        self._session = session
+        self._carriers = session.carriers
+        self._calls = session.calls
         self.replies = ReplyState()
         self._copies: Slots[Any] = Slots()  # results whose tensors are being sent
         self._copying: dict[int, int] = {}  # the calls of those that are wanted
@@ -81,21 +55,22 @@ class ResultSender:
     def queue(self, result: EncodedResult) -> None:
         """Send a result, now or at the end of this loop iteration."""
         key, kind, content = result
-        size = cell_bytes(kind, content)
+        size = size_of(content) if kind == TENSOR else cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
             carrier = self._carriers.chosen
             if carrier is not None and self._copy(result, size, carrier):
                 return
             result, size = self._hold(result, size), 0
         if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
-            self._queue(result, size)
+            self.queue_small(result, size)
 
     def flush(self) -> None:
-        """Send the queued results."""
+        """Send the queued results, if frames may be sent."""
+        if not self._session.is_open:
+            return
         for results in self.replies.take():
-            frames = self._frames(results) if self._wire.is_open else ()
-            if frames:
-                self._wire.write(frames[0] if len(frames) == 1 else b"".join(frames))
+            if self._session.is_open and (frames := self._frames(results)):
+                self._session.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
     def collect(self, key: Any) -> EncodedResult | None:
         """Return a held result, once; None if it was released. In any thread."""
@@ -121,12 +96,12 @@ class ResultSender:
         """Return whether an item of a stream waits for the copies before it."""
         return not self._copies.admit(number, (item, size))
 
-    def _queue(self, result: EncodedResult, size: int) -> None:
-        """Queue a result for its frame; send it now if no other call is running."""
+    def queue_small(self, result: EncodedResult, size: int) -> None:
+        """Queue a result of `size` bytes for its frame; send it now if no other call is running."""
         if self.replies.add(result, size, is_last=not self._calls):
-            self._wire.flush()
+            self.flush()
         else:
-            self._wire.flush_soon()
+            self._session.flush_soon()
 
     # ── tensors apart ───────────────────────────────────────────────────────────────────────────
 
@@ -150,7 +125,7 @@ class ResultSender:
     ) -> None:
         """Send a result whose tensors were sent, or not, and the items behind it."""
         is_wanted = self._copying.pop(copy, None) is not None
-        if self._wire.is_open:
+        if self._session.is_open:
             item: Any = message
             if not is_wanted:  # the caller waits for an answer, without a use for it
                 item = (result[0], PLAIN, None), 0
@@ -163,10 +138,10 @@ class ResultSender:
         for item in items:
             if isinstance(item, ReadyMessage):
                 if self.replies.results:
-                    self._wire.flush()
+                    self.flush()
                 item.send()
             else:
-                self._queue(*item)
+                self.queue_small(*item)
 
     # ── by torch, or in frames ──────────────────────────────────────────────────────────────────
 
@@ -180,11 +155,11 @@ class ResultSender:
         try:
             data, _ = encode_reply(results)
         except Exception as exc:  # e.g. no memory; callers would wait for ever
-            log.warning("results for worker %r cannot be encoded: %r", self._caller, exc)
+            log.warning("results for worker %r cannot be encoded: %r", self._session.caller, exc)
             if len(results) == 1:
                 key, kind, _ = results[0]
                 if kind == FAILED:  # nothing can be told: the end of the connection tells it
-                    self._wire.abort()
+                    self._session.abort()
                     return []
                 return self._frames([(key, FAILED, RemoteFailure.of(exc, "the callee"))])
             data = b""

@@ -7,17 +7,14 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
 from .._peers.peers import Peer
 from .._torch import devices
-from .._wire.columns import CellKind, write_kind
+from .._wire.columns import CellKind, plain_bytes, write_kind
 from .._wire.frames import (
     CALLS,
     CONTROL,
@@ -29,9 +26,7 @@ from .._wire.frames import (
     header,
 )
 from .._wire.messages import EncodedResult, SessionKey
-from .._wire.pickling import PickledValue
 from .._wire.plain import dump
-from .._wire.staged import stage
 from .dispatch import Dispatcher
 from .reply import complete_reply
 from .result_sender import ResultSender
@@ -68,19 +63,20 @@ class Session(Channel):
         self.on_created = server.created.add
         self._server = server
         self._call_on_loop = server.executor.call_on_loop
-        self._mapped = mapped
+        self.mapped = mapped
         self._loop_thread = get_ident()
         self.dispatcher = Dispatcher(self, server.executor, server.exports)
         self.calls = self.dispatcher.calls
-        self._carriers = Carriers(self, self._loop)
-        self._results = ResultSender(self, peer.name, self._carriers, self.calls)
+        self.carriers = Carriers(self, self.loop)
+        self._results = ResultSender(self)
+        self.flush = self._results.flush
         self.handlers |= {
             CALLS: self.dispatcher.on_calls,
             CONTROL: self.dispatcher.on_control,
             SLOT: self.dispatcher.on_slot,
             RETIRE: self._on_retired,
             WHERE: functools.partial(server.on_question, self),
-            **self._carriers.handlers(self.dispatcher.on_calls),
+            **self.carriers.handlers(self.dispatcher.on_calls),
         }
 
     def __repr__(self) -> str:
@@ -99,7 +95,7 @@ class Session(Channel):
 
     def check_path(self, timeout: float) -> None:
         super().check_path(timeout)
-        self._carriers.sockets.check_path(timeout)
+        self.carriers.sockets.check_path(timeout)
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
@@ -134,15 +130,11 @@ class Session(Channel):
                     self._end_event(number)
                 self.write(header(len(data), RESULTS) + data)  # as `frame`, of small data
                 return
-        self._queue_result((number, kind, cell))
-
-    def check_sendable(self, tensors: Iterable[Tensor]) -> None:
-        """Raise for a tensor that torch cannot send back, since it would fail its whole message."""
-        devices.check_sendable(tensors, self._mapped, self.caller)
-
-    def stage(self, packed: PickledValue) -> PickledValue:
-        """Return a result with tensors on devices as it travels. In the thread that has made it."""
-        return stage(packed, self._mapped)
+        if self.events:
+            self._end_event(number)
+        if self.transport is not None and not self._is_closing:
+            size = len(cell) if type(kind) is tuple else plain_bytes(cell)
+            self._results.queue_small((number, kind, cell), size)
 
     def _queue_result(self, result: EncodedResult) -> None:
         if self.events:
@@ -165,21 +157,17 @@ class Session(Channel):
         result = self._results.collect(key)
         complete_reply(reply, () if result is None else (result,))
 
-    def flush(self) -> None:
-        if self.is_open:
-            self._results.flush()
-
     # ── end ─────────────────────────────────────────────────────────────────────────────────
 
     def has_work(self) -> bool:
         """Return whether a call is running or on its way, or a result waits to be collected."""
         return bool(
-            self.calls or self.dispatcher.slots or self._results.held or self._carriers.has_work()
+            self.calls or self.dispatcher.slots or self._results.held or self.carriers.has_work()
         )
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket for tensors."""
-        self._carriers.sockets.add_socket(purpose, sock)
+        self.carriers.sockets.add_socket(purpose, sock)
 
     def _on_retired(self, _: bytes) -> None:
         self.retired.set()
@@ -200,7 +188,7 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
-        self._carriers.close()
+        self.carriers.close()
         self._results.close()
         self.events.clear()
         if not self._received_close:

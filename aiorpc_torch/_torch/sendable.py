@@ -85,6 +85,11 @@ def has_memory(tensor: Tensor, size: int) -> bool:
     return size <= tensor.untyped_storage().nbytes() and bool(tensor.data_ptr())
 
 
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain, and all its elements are in its storage."""
+    return dispatch_keys(tensor).raw_repr() in PLAIN_KEYS and has_memory(tensor, tensor.nbytes)
+
+
 def clone(tensor: Tensor) -> Tensor:
     """Return a copy. Elements that share memory share it there: all may be more than any memory."""
     if tensor.requires_grad or not is_plain(tensor):

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.sendable import has_memory, is_plain, last_element
+from .._torch.sendable import has_plain_memory, is_plain, last_element
 from .buffers import ALIGNMENT
-from .tensors import DTYPE_NAMES, INLINE_BYTES, compact_storage, dtype_named, is_contiguous_part
+from .tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    INLINE_BYTES,
+    compact_storage,
+    dtype_named,
+    is_contiguous_part,
+)
 
 _BLOCK_ATTRIBUTE = "_aiorpc_block"
 """Name of a tensor's attribute that holds its shared `Block`."""
@@ -158,13 +165,11 @@ def place(
     own, blocks, places = Block(), list[Block](), list[Place]()
     for tensor in tensors:
         name = DTYPE_NAMES.get(tensor.dtype)
-        if name is None or not is_plain(tensor):
+        if name is None or not has_plain_memory(tensor):
             return None
         block = own if in_one_block else getattr(tensor, _BLOCK_ATTRIBUTE, own)
         index, start, size, offset = -1, 0, 0, int(tensor.storage_offset())
         if tensor.numel():
-            if not has_memory(tensor, tensor.nbytes):
-                return None
             if block not in blocks:
                 blocks.append(block)
             index, (start, skip, size) = blocks.index(block), block.add(tensor)
@@ -189,7 +194,7 @@ def tensors_at(places: Iterable[Place], blocks: Sequence[tuple[Any, int]]) -> li
     for block, start, size, name, offset, shape, strides, needs_grad in places:
         if min(start, size, offset, *shape, *strides) < 0 or len(shape) != len(strides):
             raise ValueError(f"malformed place of a tensor: {offset, shape, strides}")
-        dtype, elements = dtype_named(name), math.prod(shape)
+        dtype, elements = DTYPES.get(name) or dtype_named(name), math.prod(shape)
         if elements:
             if not 0 <= block < len(blocks) or start + size > blocks[block][1]:
                 raise ValueError(f"a tensor exceeds its block: {size} bytes at {start}")

@@ -12,25 +12,26 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch.sendable import COMPRESSED, clone
+from .._torch.sendable import clone
 from .blocks import share
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack_or_defer
 from .plain import MAX_INT, MIN_INT, is_wire_text
+from .staged import delivered
 from .tensor_table import TensorTable
 from .tensors import (
     INLINE_BYTES,
+    TENSOR_CELL,
     TensorKind,
-    compact_at_call,
     dtype_named,
     from_bytes,
     size_of,
-    small_tensor,
+    tensor_cell,
     wire_dtype,
 )
 
 PLAIN = "plain"  # the cell is the value
-TENSOR = "tensor"  # the cell is a tensor, outside the bytes
+TENSOR = TENSOR_CELL  # the cell is a tensor, outside the bytes
 PACKED = "packed"  # the cell is a PickledValue
 FAILED = "failed"  # the cell is a RemoteFailure
 ENDED = "ended"  # the end of a stream, without a cell
@@ -52,13 +53,7 @@ _ATOMS = frozenset((float, bool, type(None)))
 
 def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
     """Return the kind and the cell of a value that needs no pickling, None for any other."""
-    if type(value) is not Tensor:
-        return plain_cell(value)
-    if (found := small_tensor(value)) is not None:
-        return found
-    if value.is_cuda or value.layout in COMPRESSED:
-        return None  # it is packed with its call, as only a PickledValue has a fence
-    return TENSOR, compact_at_call(value)
+    return tensor_cell(value) if type(value) is Tensor else plain_cell(value)
 
 
 def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
@@ -234,6 +229,12 @@ def read_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: i
     if kind == FAILED:
         return [RemoteFailure.from_wire(told, tensors) for told in cells]
     return [*map(HeldResult, cells)]
+
+
+def read_column(kind: WireKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> list[Any]:
+    """Return the `count` results of a column, as their caller gets them. Raises as `read_cells`."""
+    values = read_cells(read_kind(kind), cells, tensors, count)
+    return [*map(delivered, values)] if kind == PACKED else values
 
 
 def skip_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> None:

@@ -16,6 +16,7 @@ full window without answers admits one more call at each `TRICKLE_INTERVAL`.
 
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 from .slots import Slots
@@ -29,6 +30,28 @@ FRAME_BYTES = 512 * 1024
 MAX_OPEN_CALLS = 131_072  # calls without an answer
 MAX_OPEN_BYTES = 1 << 30  # bytes of such calls
 TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window admits one call
+
+
+class Phase(IntEnum):
+    """How far a connection is. It only goes forward, from each phase to any later one.
+
+    Up to `JUDGED` it takes calls. From `FINISHED` on, none is pending.
+    """
+
+    OPENING = 0
+    """Calls wait until the peer is reached; so long as it does not serve, for a time limit."""
+    OPEN = 1
+    """Calls are sent."""
+    JUDGED = 2
+    """Its path has ended, and perhaps not the peer: calls wait for the answer to a ping."""
+    RETIRING = 3
+    """The peer leaves, and takes no further call. It is told once the last one is sent."""
+    RETIRED = 4
+    """The peer was told so."""
+    LOST = 5
+    """It has ended without a leave message: its calls wait for the reason."""
+    FINISHED = 6
+    """Its calls were answered, or have an error."""
 
 
 class FlowWindow(dict[int, int]):
@@ -108,6 +131,7 @@ class SendState(Generic[C]):
 
     Attributes:
         queue: the unsent calls that wait for no copy.
+        ready: those that have waited for one.
         must_admit: whether the next frame has a call even if the window is full.
     """
 
@@ -130,7 +154,7 @@ class SendState(Generic[C]):
         self._object_of = object_of
         self._copies: Slots[C] = Slots()
         # Calls that have waited for a copy; none that has begun since holds them back.
-        self._next: deque[C] = deque()
+        self.ready: deque[C] = deque()
         # In the window: calls that are copied, or wait for a copy, by number.
         self._unsent: dict[int, C] = {}
 
@@ -140,11 +164,7 @@ class SendState(Generic[C]):
 
     def __len__(self) -> int:
         """Return the number of calls that are not sent yet."""
-        return len(self.queue) + len(self._next) + len(self._copies)
-
-    def has_unsent(self) -> bool:
-        """Return whether a call is not sent yet."""
-        return bool(self.queue or self._next or self._copies.queues)
+        return len(self.queue) + len(self.ready) + len(self._copies)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
@@ -162,7 +182,7 @@ class SendState(Generic[C]):
         """Return whether the peer must be told that this call was cancelled."""
         if number in self._unsent:
             del self._unsent[number]
-            self._next += self._copies.drop(number)
+            self.ready += self._copies.drop(number)
             self.window.answered((number,))
         elif number in self.window:
             self.cancels.append(number)
@@ -175,26 +195,28 @@ class SendState(Generic[C]):
         must_admit, self.must_admit = self.must_admit, False
         if self.is_paused:
             return taken
-        size = 0
-        while len(taken) < MAX_CALLS and (queue := self._next or self.queue):
+        pending, window, size = self._pending, self.window, 0
+        while len(taken) < MAX_CALLS and (queue := self.ready or self.queue):
             call = queue[0]
-            if call.number not in self._pending:
-                self._unsent.pop(call.number, None)
+            number, more = call.number, call.size
+            if number not in pending:
+                self._unsent.pop(number, None)
                 self._drop(queue.popleft())
                 continue
-            if taken and (call.is_large or size + call.size > FRAME_BYTES):
+            if taken and (call.is_large or size + more > FRAME_BYTES):
                 break
             if queue is self.queue:  # those that have waited for a copy are in the window
-                if not (self.window.admits(call.size) or must_admit):
+                if window and not must_admit and not window.admits(more):
                     break
                 must_admit = False
-                self.window.sent(call.number, call.size)
+                window.sent(number, more)
                 if self._copies.queues and self._waits_for_copy(call):
                     queue.popleft()
                     continue
-            self._unsent.pop(call.number, None)
+            if self._unsent:
+                self._unsent.pop(number, None)
             taken.append(queue.popleft())
-            size += call.size
+            size += more
             if call.is_large:
                 break
         return taken
@@ -206,21 +228,21 @@ class SendState(Generic[C]):
 
     # ── while the tensors of a call are copied ──────────────────────────────────────────────────
 
-    def begin_copy(self, call: C) -> None:
-        """Let later calls of the same object wait until the copy of a taken call has ended."""
-        self._copies.open(call.number, self._object_of(call))
+    def begin_copy(self, call: C, key: Hashable) -> None:
+        """Let later calls of the object `key` wait until the copy of a taken call has ended."""
+        self._copies.open(call.number, key)
         self._unsent[call.number] = call
 
     def end_copy(self, call: C) -> bool:
         """Queue a copied call again, to be sent; return False if it was cancelled meanwhile."""
         if call.number not in self._copies.unfilled:
             return False
-        self._next += self._copies.fill(call.number, call) or ()
+        self.ready += self._copies.fill(call.number, call) or ()
         return True
 
     def stop_copy(self, call: C) -> None:
         """Note that a call cannot be copied: calls behind it wait for it no more."""
-        self._next += self._copies.drop(call.number)
+        self.ready += self._copies.drop(call.number)
 
     def must_wait(self, call: C) -> bool:
         """Return whether a call waits for the copies before it; it is queued again after them."""
@@ -246,10 +268,10 @@ class SendState(Generic[C]):
 
     def withdraw(self) -> list[C]:
         """Return the unsent calls in the order in which they were made; forget them."""
-        unsent = {call.number: call for call in (*self._next, *self.queue)} | self._unsent
+        unsent = {call.number: call for call in (*self.ready, *self.queue)} | self._unsent
         self._copies.close()
         self.queue.clear()
-        self._next.clear()
+        self.ready.clear()
         self.window.answered(self._unsent)
         self._unsent.clear()
         return [call for _, call in sorted(unsent.items())]

@@ -27,6 +27,7 @@ from .columns import (
     direct_cell,
     plain_bytes,
     read_cells,
+    read_column,
     read_kind,
     skip_cells,
     write_cells,
@@ -34,7 +35,6 @@ from .columns import (
 )
 from .pickling import PickledValue, pack
 from .plain import are_plain_names, dump, reader
-from .staged import delivered
 from .tensor_table import TensorTable
 from .tensors import INLINE_BYTES, size_of
 from .wire_targets import EncodedTarget, NamedTarget
@@ -428,8 +428,6 @@ class CallHead:
         count, names, columns = len(group.numbers), self.names, group.columns
         if len(columns) != len(self.kinds):
             raise ValueError(f"{len(columns)} columns for {len(self.kinds)} arguments")
-        if (kind := self.only_kind) is not None:  # the common case
-            return [((value,), {}) for value in read_cells(kind, columns[0], tensors, count)]
         if not columns:
             return [_NO_ARGUMENTS] * count
         found: list[list[Any]] = [
@@ -492,15 +490,6 @@ def encode_reply(results: Sequence[EncodedResult]) -> tuple[bytes, TensorTable]:
 
 read_reply = reader(list[tuple[WireKind, list[ResultKey], Cells]])
 """Return the columns of results: the kind, the keys and the cells of each."""
-
-
-def read_column(kind: WireKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> list[Any]:
-    """Return `count` values: some `RemoteFailure`, `LongPickle`, `HeldResult` or `STREAM_END`.
-
-    Raises an exception of any class if the column is malformed.
-    """
-    values = read_cells(read_kind(kind), cells, tensors, count)
-    return [*map(delivered, values)] if kind == PACKED else values
 
 
 def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[ResultKey, Any]]:

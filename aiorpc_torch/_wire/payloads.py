@@ -9,7 +9,7 @@ from .._torch.sendable import check_tensor
 from .blocks import compact
 from .buffers import memory_of, tensor_of
 
-_ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
+ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
 
 
 def message_for_torch(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
@@ -28,7 +28,7 @@ def message_for_torch(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, li
 
 def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
     """Return data and tensors; long data becomes b"" and one more tensor."""
-    if len(data) <= _ATTACHED:
+    if len(data) <= ATTACHED:
         return data, tensors
     return b"", [*tensors, tensor_of(data)]
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from .._torch.compat import dispatch_keys
-from .._torch.sendable import PLAIN_KEYS, check_tensor, has_memory, is_plain, last_element
+from .._torch.sendable import (
+    COMPRESSED,
+    PLAIN_KEYS,
+    check_tensor,
+    has_memory,
+    is_plain,
+    last_element,
+)
 
 INLINE_BYTES = 128 * 1024
 """Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
@@ -19,6 +26,9 @@ At 32 KiB a connection took a quarter to a half of the time of shared memory, at
 long, alone and with 64 calls in flight."""
 
 SHARED_BUFFER_BYTES = 4096  # maximum bytes of a column whose tensors share one buffer
+
+TENSOR_CELL = "tensor"
+"""Kind of a cell that is a tensor, outside the bytes."""
 
 TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Dtype, shape and strides of the tensors of one column; without strides if they are contiguous."""
@@ -57,6 +67,19 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
     return (tensor.dtype, tensor.shape, strides), _copy(address, size)
+
+
+def tensor_cell(tensor: Tensor) -> tuple[TensorKind | str, Any] | None:
+    """Return the kind and the cell of a tensor, None if it is packed with its call.
+
+    Raises:
+        ValueError: if the tensor cannot be sent.
+    """
+    if (found := small_tensor(tensor)) is not None:
+        return found
+    if tensor.is_cuda or tensor.layout in COMPRESSED:
+        return None  # only a PickledValue has a fence
+    return TENSOR_CELL, compact_at_call(tensor)
 
 
 def from_bytes(kind: Any, data: bytes, count: int) -> list[Tensor]:
@@ -122,14 +145,16 @@ def _rows(buffer: bytearray, dtype: torch.dtype, count: int) -> list[Tensor]:
     return [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
 
 
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     # A quantised tensor is more than its bytes. Creating one from bytes sometimes ends the process
     # (seen with torch 2.15, tests/loopback/test_fuzz.py).
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The dtype of each name in messages: quantised ones have none."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The name of each dtype in messages; none for quantised ones."""
 
 
@@ -144,7 +169,7 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: if there is none.
     """
-    if (found := _DTYPES.get(name)) is None:
+    if (found := DTYPES.get(name)) is None:
         raise ValueError(f"unknown dtype: {name!r}")
     return found
 

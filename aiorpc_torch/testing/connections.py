@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .._client import pool
 from .._endpoint import entry_points
+from .._wire.connection_state import Phase
 from ..errors import RpcError
 
 Carrier = Literal["shared memory", "sockets", "torch"]
@@ -66,7 +67,7 @@ def connections() -> list[ConnectionInfo]:
         NotInWorld: if this process is in no world.
     """
     found = pool.current().all_connections()
-    alive = [_info(each) for each in found if each.waiting or not each.is_finished]
+    alive = [_info(each) for each in found if each.waiting or each.phase < Phase.RETIRING]
     return sorted(alive, key=lambda each: each.number)
 
 
@@ -127,7 +128,7 @@ def set_flow_limits(
     Raises:
         NotInWorld, UnknownWorker, WorkerGone: as `connection`.
     """
-    window = pool.connection_to(worker)._state.window
+    window = pool.connection_to(worker).window
     window.max_calls = window.max_calls if calls is None else calls
     window.max_bytes = window.max_bytes if size is None else size
     window.trickle_interval = window.trickle_interval if interval is None else interval
@@ -147,7 +148,7 @@ async def settled() -> None:
 
 
 def _info(found: Any) -> ConnectionInfo:
-    session = _sessions().get(found._key)
+    session = _sessions().get(found.key)
     return ConnectionInfo(
         found.peer.name,
         found.number,
@@ -160,7 +161,7 @@ def _info(found: Any) -> ConnectionInfo:
 
 def _carrier(end: Any) -> Carrier:
     """Return the carrier of what one end of a connection sends."""
-    carriers = end._carriers
+    carriers = end.carriers
     if carriers.chosen is None:
         return "torch"
     return "sockets" if carriers.chosen is carriers.sockets else "shared memory"
@@ -168,9 +169,9 @@ def _carrier(end: Any) -> Carrier:
 
 def _holds_memory(end: Any) -> bool:
     """Return whether one end of a connection holds memory for large tensors."""
-    shared, sockets = end._carriers.shared, end._carriers.sockets
+    shared, sockets = end.carriers.shared, end.carriers.sockets
     return bool(
-        end._carriers.has_work()
+        end.carriers.has_work()
         or shared._held
         or shared._buffers
         or sockets._waiting

@@ -103,7 +103,7 @@ def be_another_host(patch: pytest.MonkeyPatch, idle: float) -> None:
 
 def sends_at_once() -> bool:
     """Return whether the next lone call is sent in the iteration that makes it."""
-    states = [each._state for each in connections()]
+    states = [each.state for each in connections()]
     return all(each.woken == 1 and not (each.is_paused or len(each)) for each in states)
 
 
@@ -135,10 +135,10 @@ def _of_registry() -> dict[str, int]:
 
 
 def _of_caller(connection: Connection) -> dict[str, int]:
-    state = connection._state
+    state = connection.state
     return {
         "connections": 1,
-        "caller: pending calls": len(connection._pending),
+        "caller: pending calls": len(connection.pending),
         "caller: calls in the window": len(state.window),
         "caller: bytes in the window": state.window.size,
         "caller: unsent calls": len(state),
@@ -146,10 +146,10 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: calls behind copies": len(state._unsent),
         **_of_slots("caller: copies of calls", state._copies),
         "caller: calls of contexts": len(connection._recorded_calls),
-        "caller: calls that interceptors know": len(connection._pending._observed),
-        "caller: unresumed callers": len(connection._pending.wake),
-        **_of_link("caller", connection._carriers.shared),
-        **_of_sockets("caller", connection._carriers.sockets),
+        "caller: calls that interceptors know": len(connection.pending._observed),
+        "caller: unresumed callers": len(connection.pending.wake),
+        **_of_link("caller", connection.carriers.shared),
+        **_of_sockets("caller", connection.carriers.sockets),
     }
 
 
@@ -162,8 +162,8 @@ def _of_callee(session: Session) -> dict[str, int]:
         **_of_slots("callee: copies of results", session._results._copies),
         "callee: unsent results": len(session._results.replies.results),
         "callee: events of a profiler": len(session.events),
-        **_of_link("callee", session._carriers.shared),
-        **_of_sockets("callee", session._carriers.sockets),
+        **_of_link("callee", session.carriers.shared),
+        **_of_sockets("callee", session.carriers.sockets),
     }
 
 

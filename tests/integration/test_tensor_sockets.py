@@ -21,7 +21,7 @@ SOON = 30.0
 
 
 def link() -> TensorSockets:
-    return pool.current().connection("a")._carriers.sockets
+    return pool.current().connection("a").carriers.sockets
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -94,7 +94,7 @@ async def test_no_memory_for_a_frame_loses_no_call(
     assert all(isinstance(each, RpcError) and "no memory" in str(each) for each in found), found
     assert await notes.note(1) is None
     assert await notes.noted() == [0, 0, 1]
-    assert len(own_connection()._state.window) == stats().in_flight == stats().unsent == 0
+    assert len(own_connection().state.window) == stats().in_flight == stats().unsent == 0
 
 
 def no_memory(*_: Any) -> NoReturn:
@@ -128,7 +128,7 @@ async def test_no_memory_for_results_loses_no_call(
 async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.types.Worker) -> None:
     """Its connection learns of it later; until then, calls are known to be unsent."""
     await work()
-    transport = own_connection()._transport
+    transport = own_connection().transport
     assert transport is not None
     calling = start(*(call("main", torch.add, torch.ones(LARGE), n) for n in range(9)))
     transport.abort()  # the connection is told after the calls have begun
@@ -188,7 +188,7 @@ async def test_nothing_of_a_collected_result_is_held(world: aiorpc.types.Worker,
     for _ in range(3):
         assert await getattr(results, name)() is not None
         assert stats().held_bytes == 0
-        own_connection()._transfers.large_results.clear()
+        own_connection().transfers.large_results.clear()
 
 
 @pytest.mark.promise("transport.held")
@@ -211,7 +211,7 @@ async def test_a_held_result_is_released_when_its_caller_leaves(
     await results.number()  # behind the cancellation
     assert stats().held_bytes == 0
     sending.let()
-    await until(lambda: not own_connection()._state.window)  # also of what was on its way
+    await until(lambda: not own_connection().state.window)  # also of what was on its way
     await work()
     assert stats().in_flight == 0
 
@@ -306,7 +306,7 @@ async def test_a_cancelled_payload_releases_later_calls(
 
 def server_session() -> session.Session:
     """Of the connection of this loop."""
-    return server().sessions[own_connection()._key]
+    return server().sessions[own_connection().key]
 
 
 @pytest.mark.usefixtures("over_torch")
@@ -325,7 +325,7 @@ async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     assert small is None
     assert notes.order == [0, 2]
     assert not server_session().dispatcher.slots
-    assert len(own_connection()._state.window) == 0
+    assert len(own_connection().state.window) == 0
 
 
 @pytest.fixture
@@ -388,7 +388,7 @@ async def test_wrong_proofs_are_refused(
     for stranger in strangers:
         await stranger.is_refused()
     assert not unproven()
-    assert {*server().sessions} == sessions == {own_connection()._key}
+    assert {*server().sessions} == sessions == {own_connection().key}
     await work()
 
 
@@ -475,13 +475,13 @@ async def test_calls_over_tcp(
     found = pool.current()
     monkeypatch.setattr(found, "_introductions", introductions.Introductions(found._members))
     await work()
-    for end in (own_connection(), server().sessions[own_connection()._key]):
-        sock = end._transport.get_extra_info("socket")
+    for end in (own_connection(), server().sessions[own_connection().key]):
+        sock = end.transport.get_extra_info("socket")
         assert sock.family == socket.AF_INET
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     x = torch.rand(1 << 20)
     assert torch.equal(await call("main", torch.clone, x), x)  # neither do tensor sockets
-    await until(lambda: own_connection()._carriers.chosen)
+    await until(lambda: own_connection().carriers.chosen)
     x += 1
     assert torch.equal(await call("main", torch.clone, x), x)
     assert stats().socket_messages > 0
@@ -555,7 +555,7 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.types.Wo
         columns = [("plain", [number]), ("plain", [data])]
         stranger.send(CALLS, [group(*columns, numbers=(number,), target=(target.data, 0))])
     await until(lambda: "full" in end._paused)
-    waiting = end._transport.get_write_buffer_size()
+    waiting = end.transport.get_write_buffer_size()
     high = 8 << 20
     # asyncio pauses the writer in the write itself, uvloop at the end of the iteration.
     assert high < waiting <= high + 4 * len(data) + 1000

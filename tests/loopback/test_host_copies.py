@@ -198,9 +198,9 @@ async def test_receivers_of_a_broadcast_that_end_while_it_is_sent(
     proxy = remote(RRef(shelves[0]))
     calls = [asyncio.ensure_future(proxy.gather(each)) for each in range(3)]
     await line.is_held()
-    for call, number in zip(calls[:ended], [*own_connection()._pending], strict=False):
+    for call, number in zip(calls[:ended], [*own_connection().pending], strict=False):
         if is_late:
-            expire(own_connection()._pending[number], 0.05)
+            expire(own_connection().pending[number], 0.05)
         else:
             call.cancel()
     await asyncio.wait(calls[:ended])
@@ -209,7 +209,7 @@ async def test_receivers_of_a_broadcast_that_end_while_it_is_sent(
     assert all(each.cancelled() or each.exception() for each in calls[:ended])
     del call, calls
     await until(shelves.nothing_is_held)
-    await until(lambda: not (own_connection()._state.window or memory_in_use()))
+    await until(lambda: not (own_connection().state.window or memory_in_use()))
 
 
 @pytest.mark.promise("sockets.cancelled")
@@ -222,7 +222,7 @@ async def test_a_call_is_cancelled_as_the_transfer_it_waits_for_arrives(
     adopt = tensor_sockets._Job.adopt
 
     def cancel_and_adopt(self: Any, name: SegmentName) -> None:
-        own_connection().cancel(max(own_connection()._pending))
+        own_connection().cancel(max(own_connection().pending))
         adopt(self, name)
 
     monkeypatch.setattr(tensor_sockets._Job, "adopt", cancel_and_adopt)

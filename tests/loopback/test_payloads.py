@@ -295,7 +295,7 @@ def own_connection() -> connection.Connection:
 
 def open_slots() -> int:
     """How many slots of that connection wait for their payload."""
-    return len(server().sessions[own_connection()._key].dispatcher.slots.unfilled)
+    return len(server().sessions[own_connection().key].dispatcher.slots.unfilled)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -313,13 +313,13 @@ async def test_a_cancelled_payload_leaves_the_window(monkeypatch: pytest.MonkeyP
     held = Held(monkeypatch)
     call = asyncio.ensure_future(notes.note(b"x" * 2 * ATTACHED))
     await until(lambda: open_slots() == 1)
-    assert len(own_connection()._state.window) == 1
+    assert len(own_connection().state.window) == 1
     call.cancel()
     await asyncio.wait((call,))
     assert await notes.noted() == [0]  # the cancellation has left before
     held.payloads[0]()
     await until(held.are_answered)
-    await until(lambda: len(own_connection()._state.window) == 0)
+    await until(lambda: len(own_connection().state.window) == 0)
     assert stats().in_flight == 0
 
 
@@ -344,4 +344,4 @@ async def test_a_cancelled_call_does_not_start(monkeypatch: pytest.MonkeyPatch) 
     await until(held.are_answered)
     await mine.note(1)
     assert [each == second for each in notes.order] == [False] * 3
-    await until(lambda: len(own_connection()._state.window) == 0)
+    await until(lambda: len(own_connection().state.window) == 0)

@@ -34,14 +34,14 @@ def own_connection() -> connection.Connection:
 
 def own_session() -> Any:
     """The other end of it."""
-    return server().sessions[own_connection()._key]
+    return server().sessions[own_connection().key]
 
 
 @pytest.mark.promise("shared.values")
 async def test_small_results_after_one_that_torch_carried(shelf: Shelf) -> None:
     """Torch carries the next call of that method, too; its small result ends that."""
     shelf.kept += [torch.eye(LARGE // 100).to_sparse(), 1, 2]
-    proxy, transfers = remote(RRef(shelf)), own_connection()._transfers
+    proxy, transfers = remote(RRef(shelf)), own_connection().transfers
     async with asyncio.timeout(SOON):
         assert (await proxy.get(0)).is_sparse
         assert transfers.large_results
@@ -73,7 +73,7 @@ async def test_a_payload_behind_another_that_is_cancelled(
     first = asyncio.ensure_future(proxy.keep(torch.ones(HUGE)))
     await until(lambda: len(copies) == 1)
     second = asyncio.ensure_future(proxy.keep(torch.ones(LARGE)))
-    await until(lambda: bool(own_connection()._state._copies.held()))
+    await until(lambda: bool(own_connection().state._copies.held()))
     second.cancel()
     await asyncio.wait((second,))
     copies.pop()()
@@ -81,7 +81,7 @@ async def test_a_payload_behind_another_that_is_cancelled(
     assert await proxy.keep(2) == 2
     shelf.kept.clear()
     await until(is_given_back)
-    assert len(own_connection()._state.window) == stats().in_flight == 0
+    assert len(own_connection().state.window) == stats().in_flight == 0
 
 
 async def test_a_worker_that_leaves_waits_for_its_results(
@@ -103,7 +103,7 @@ async def test_a_worker_that_leaves_waits_for_its_results(
 
 async def test_nothing_is_offered_over_tcp(shelf: Shelf) -> None:
     """The peer may be on another host."""
-    link = own_connection()._carriers.shared
+    link = own_connection().carriers.shared
     own_connection().is_local = False
     link._store = None
     link.offer()

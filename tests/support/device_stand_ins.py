@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiorpc_torch._client import call_encoder
-from aiorpc_torch._server import calls, dispatch, session
+from aiorpc_torch._client import call_encoder, connection
+from aiorpc_torch._server import calls, dispatch
 from aiorpc_torch._torch import staging
 from aiorpc_torch._torch.sendable import PLAIN_KEYS
-from aiorpc_torch._wire import columns, messages, pickling, shared_arguments, staged
+from aiorpc_torch._wire import columns, messages, pickling, shared_arguments, staged, tensors
 from aiorpc_torch._wire.pickling import PickledValue
 from aiorpc_torch._wire.tensors import small_tensor
 
@@ -69,11 +69,11 @@ class StandIns:
         """Let the library take the stand-ins for tensors on a device."""
         for module in (columns, messages, shared_arguments, calls):
             patches.setattr(module, "direct_cell", direct_cell)
-        for module in (columns, messages, calls, pickling):
+        for module in (tensors, connection, calls, pickling):
             patches.setattr(module, "small_tensor", small)
         for module in (pickling, dispatch):
             patches.setattr(module, "fence_tensors", self.fence)
-        for module in (call_encoder, session):
+        for module in (call_encoder, calls):
             patches.setattr(module, "stage", self.stage)
         patches.setattr(PickledValue, "check_sendable", lambda *_: None)
         stand_in(patches)

@@ -229,7 +229,7 @@ async def kinds_of_changes(me: Any) -> list[str]:
 
 async def _lose_path(peer: str, shelf: Any, gate: Any, number: int) -> None:
     """Tell the port of the connection for calls, and what comes of calls once it is cut."""
-    transport = pool.current().connection(peer)._transport
+    transport = pool.current().connection(peer).transport
     waiting = asyncio.ensure_future(outcome("call", remote(gate).passed()))
     await remote(gate).entered(number + 1)
     tell("port", transport.get_extra_info("sockname")[1])
@@ -285,7 +285,7 @@ class ClosedCounter(actors.Counter):
     async def cut(self) -> None:
         server: Any = entry_points.serving()
         for session in server.sessions.of_peers():
-            session._transport.abort()
+            session.transport.abort()
 
 
 async def _close_connection(peer: str, counter: Any) -> None:
@@ -522,7 +522,7 @@ async def until_sockets(peers: list[str]) -> None:
 
 
 def links_of(peers: list[str]) -> dict[str, TensorSockets]:
-    return {each: pool.current().connection(each)._carriers.sockets for each in peers}
+    return {each: pool.current().connection(each).carriers.sockets for each in peers}
 
 
 def is_sending(link: TensorSockets) -> bool:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("over_sockets")
 async def links(ends: TwoEnds) -> tuple[TensorSockets, TensorSockets]:
     """Both ends of a connection, which may use sockets."""
     assert await call("far", abs, -1) == 1
-    near, far = ends.connection._carriers.sockets, ends.session._carriers.sockets
+    near, far = ends.connection.carriers.sockets, ends.session.carriers.sockets
     await until(lambda: near.can_send and far.can_send)
     return near, far
 

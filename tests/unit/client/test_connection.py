@@ -3,18 +3,21 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 
 from aiorpc_torch._client import connection, sender
 from aiorpc_torch._client.connection import Connection
+from aiorpc_torch._client.introduction import Introductions
 from aiorpc_torch._client.pending import InlineFuture, cancel, expire
 from aiorpc_torch._client.stream_reader import StreamReader
 from aiorpc_torch._peers.peers import Peer, State
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.columns import HELD, encode_cell
+from aiorpc_torch._wire.connection_state import Phase
 from aiorpc_torch._wire.frames import (
     CALLS,
     CLOSE,
@@ -74,8 +77,13 @@ class Pair:
     def __init__(self) -> None:
         self.observed = Observed()
         self.peer = Peer(PeerInfo("peer", 1, 3, ""))
-        self.connection = Connection(Party("me", 0), self.peer, 1, self.observed)
+        self.introductions = cast(Introductions, SimpleNamespace(holding=None))
+        parts = self.observed, self.introductions, self.succeed
+        self.connection = Connection(Party("me", 0), self.peer, 1, *parts)
         self._near, self._far = socket.socketpair()
+
+    def succeed(self, _: str) -> Connection:
+        raise NotImplementedError
 
     async def connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -183,7 +191,7 @@ async def test_a_retired_connection_sends_what_it_has_and_says_so(pair: Pair) ->
     pair.answer(number - 1, "1")
     async with asyncio.timeout(SOON):
         assert await first == "1"
-    assert pair.connection.is_finished
+    assert pair.connection.phase >= Phase.RETIRING
     pair.connection.resume_writing()
     assert (await pair.frame())[0] == CALLS
     assert await pair.frame() == (RETIRE, b"")
@@ -230,7 +238,7 @@ async def test_a_held_result_that_comes_too_late_is_released(pair: Pair, key: st
     pair.reply((number if key == "a call" else (number, 0, price), HELD, 1 << 20))
     kind, data = await pair.frame()
     assert (kind, read(data)[0]) == (CONTROL, [number])
-    assert (number in pair.connection._state.window) == (key == "an item")
+    assert (number in pair.connection.state.window) == (key == "an item")
 
 
 async def test_a_call_that_expires(pair: Pair) -> None:
@@ -253,7 +261,7 @@ async def test_a_peer_that_leaves(pair: Pair) -> None:
     pair.writer.write(frame(CLOSE, dump(("left", "it is done"))))
     assert "it is done" in str(await error_of(future))
     assert ("leave", "peer", 3, "left", "it is done") in pair.observed.told
-    assert pair.connection.is_finished
+    assert pair.connection.phase >= Phase.RETIRING
 
 
 async def test_a_peer_that_vanishes(pair: Pair) -> None:
@@ -276,7 +284,7 @@ async def test_a_process_that_ends(pair: Pair) -> None:
     await pair.frame()
     pair.writer.transport.abort()
     await pair.connection.ended.wait()
-    assert pair.connection.is_finished
+    assert pair.connection.phase >= Phase.RETIRING
     assert not pair.connection.is_over
     assert pair.connection.waiting
     pair.connection.on_peer_lost(WorkerLost("peer", "it was killed"))
@@ -309,7 +317,7 @@ async def test_a_frame_that_makes_no_sense(pair: Pair, kind: int, data: bytes) -
     kind, data = await pair.frame()
     assert kind == CLOSE
     assert read(data)[0] == "broken"
-    assert pair.connection.is_finished
+    assert pair.connection.phase >= Phase.RETIRING
 
 
 async def test_when_this_process_leaves(pair: Pair) -> None:
@@ -334,9 +342,8 @@ class FarPair(Pair):
     def __init__(self, successors: "list[FarPair]") -> None:
         super().__init__()
         self.successors = successors
-        self.connection._succeed = self._succeed
 
-    def _succeed(self, _: str) -> Connection:
+    def succeed(self, _: str) -> Connection:
         self.successors.append(new := FarPair(self.successors))
         new.connection._peer = new.peer = self.peer
         return new.connection
@@ -366,7 +373,7 @@ class FarPair(Pair):
         async with asyncio.timeout(SOON):
             while not self.connection.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-        assert self.connection.is_finished
+        assert self.connection.phase >= Phase.RETIRING
         await self.successors[-1].connect()
         return self.successors[-1]
 
@@ -394,7 +401,7 @@ async def test_calls_that_were_not_sent_go_over_the_next_connection(far: FarPair
     _, expired = far.call("late")
     assert far.connection.waiting == 5
     await far.cut()
-    assert not far.connection.is_finished
+    assert far.connection.phase is Phase.JUDGED
     futures.append(far.call("made meanwhile")[1])
     assert sent._state == "waiting"
     next_one = await far.judge()
@@ -453,7 +460,7 @@ def _end_at_once(transport: asyncio.Transport) -> None:
 async def test_a_connection_that_ends_as_it_opens(far: FarPair) -> None:
     """Its end is judged like any other."""
 
-    class Introductions:
+    class Opening:
         holding = None
 
         async def connect(self, _: Peer, __: int, start: Any) -> None:
@@ -464,7 +471,8 @@ async def test_a_connection_that_ends_as_it_opens(far: FarPair) -> None:
             far.connection.is_local = False
 
     _, future = far.call("unsent")
-    far.connection.open(Introductions(), far._succeed)  # type: ignore[arg-type]
+    far.connection._introductions = cast(Any, Opening())
+    far.connection.open()
     async with asyncio.timeout(SOON):
         await far.connection.ended.wait()
     assert future._state == "waiting"
@@ -563,7 +571,7 @@ async def test_the_loop_ends_while_the_peer_is_judged(far: FarPair) -> None:
     found = [(await error_of(each), each.answer.was_sent) for each in (sent, unsent, last)]
     assert [was_sent for _, was_sent in found] == [True, False, False]
     assert all(isinstance(error, WorkerUnreachable) for error, _ in found)
-    assert far.connection.is_finished
+    assert far.connection.phase >= Phase.RETIRING
     assert far.connection.is_over
 
 
@@ -574,7 +582,7 @@ async def test_calls_that_are_passed_on_are_sent_or_held_like_others(far: FarPai
     await far.connect_and_call()
     far.connection.pause_writing()
     _, future = far.call("unsent")
-    far._succeed("peer")
+    far.succeed("peer")
     newer = far.successors[0]
     await newer.connect()
     far.connection._succeed = lambda _: newer.connection
@@ -593,9 +601,9 @@ async def test_calls_that_are_passed_on_are_sent_or_held_like_others(far: FarPai
 
     newer.connection.pause_writing()
     _, held = newer.call("held")
-    newer._succeed("peer")
+    newer.succeed("peer")
     last = newer.successors[-1]
-    last.connection._holding = Holding()  # type: ignore[assignment]
+    last.introductions.holding = cast(Any, Holding())
     newer.connection._succeed = lambda _: last.connection
     await newer.cut()
     newer.observed.probed.set()

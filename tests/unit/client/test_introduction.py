@@ -8,7 +8,7 @@ import pytest
 
 from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
-from aiorpc_torch._client.introduction import _dial
+from aiorpc_torch._client.introduction import Introductions, _dial
 from aiorpc_torch._peers.peers import Peer, Peers
 from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._torch import rrefs
@@ -48,7 +48,9 @@ async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
         writer.close()
 
     observed = Observed()
-    connection = Connection(CREDENTIALS.caller, Peer(PeerInfo("peer", 1, 3, "")), 1, observed)
+    introductions, peer = Introductions(Peers("me", [])), Peer(PeerInfo("peer", 1, 3, ""))
+    parts = observed, introductions, lambda _: connection
+    connection = Connection(CREDENTIALS.caller, peer, 1, *parts)
     future = connection.call(TARGET, ((), {}), None)
     name = f"aiorpc-test-{secrets.token_hex(8)}"
     server = await asyncio.start_unix_server(answer, path=f"\0{name}")

@@ -20,7 +20,7 @@ from aiorpc_torch._wire.blocks import (
     tensors_at,
 )
 from aiorpc_torch._wire.columns import PLAIN, TENSOR, cell_bytes, direct_cell
-from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES, from_bytes
+from aiorpc_torch._wire.tensors import DTYPES, INLINE_BYTES, from_bytes
 
 LARGE = INLINE_BYTES // 4 + 1  # elements of float32
 
@@ -37,7 +37,7 @@ class Spec(NamedTuple):
 
     def make(self) -> Tensor:
         """One that is dense, transposed or expanded."""
-        dtype, elements = _DTYPES[self.dtype], math.prod(self.shape)
+        dtype, elements = DTYPES[self.dtype], math.prod(self.shape)
         if not elements:
             return torch.empty(self.shape, dtype=dtype)
         size = elements * dtype.itemsize
@@ -50,7 +50,7 @@ class Spec(NamedTuple):
 
 SPECS = st.builds(
     Spec,
-    st.sampled_from(sorted(_DTYPES)),
+    st.sampled_from(sorted(DTYPES)),
     SHAPES,
     st.binary(min_size=1, max_size=8),
     st.sampled_from(["dense", "transposed", "expanded"]),
@@ -214,7 +214,7 @@ def test_what_a_sender_takes_no_receiver_refuses(
 ) -> None:
     """Any shape and strides that torch makes: refused when it is encoded, or read as it was."""
     shape, strides = [each[0] for each in dimensions], [each[1] for each in dimensions]
-    made = torch.arange(LARGE).to(_DTYPES[dtype])
+    made = torch.arange(LARGE).to(DTYPES[dtype])
     try:
         sent = made.as_strided(shape, strides, offset)
     except RuntimeError:
@@ -265,7 +265,7 @@ def test_a_block_knows_a_storage_once() -> None:
 @given(st.integers(0, 8), st.integers(0, 8), st.sampled_from(["float32", "int8", "complex128"]))
 def test_a_part_travels_without_the_rest(start: int, count: int, dtype: str) -> None:
     """Only its bytes are written, and each part is a storage of its own."""
-    whole = torch.arange(48).to(_DTYPES[dtype]).reshape(16, 3)
+    whole = torch.arange(48).to(DTYPES[dtype]).reshape(16, 3)
     part = whole[start : start + count]
     found = place([part, part, part[:]])
     assert found is not None

@@ -245,7 +245,6 @@ class Sending(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         assert len(self.state) == len(self.unsent)
-        assert self.state.has_unsent() is bool(self.unsent)
         assert (self.state.cancels, self.state.credits) == (self.cancels, self.credits)
         assert len(self.window) == len(self.open)
         assert self.dropped == []
@@ -451,7 +450,7 @@ class Copying(RuleBasedStateMachine):
     def copy(self, call: Call) -> None:
         assert call in self.unsent
         assert call not in self.copying
-        self.state.begin_copy(call)
+        self.state.begin_copy(call, self.state._object_of(call))
         if not next(self.fails, False):
             self.copying.append(call)
             return
@@ -524,7 +523,6 @@ class Copying(RuleBasedStateMachine):
         """Nothing is lost: what a caller waits for was sent, or is there."""
         if hasattr(self, "state"):
             assert len(self.state) >= len(self.unsent)
-            assert self.state.has_unsent() is bool(len(self.state))
             assert {*self.open} <= {*self.window}
             assert self.state.cancels == self.told
             assert not {call.number for call in self.dropped} & {*self.pending, *self.open}
@@ -569,7 +567,7 @@ def copying(*calls: Call, window: FlowWindow | None = None) -> SendState[Call]:
     state = state_of(*calls, window=window)
     for call in calls:
         assert state.take() == [call]
-        state.begin_copy(call)
+        state.begin_copy(call, state._object_of(call))
     return state
 
 
@@ -639,7 +637,7 @@ def test_a_call_that_is_cancelled_before_its_copy_is_sent(is_copied: bool) -> No
         state.submit(call, is_idle=False)
     for call in (first, second):
         assert state.take() == [call]
-        state.begin_copy(call)
+        state.begin_copy(call, state._object_of(call))
     assert state.take() == []
     if is_copied:
         assert state.end_copy(second)
@@ -664,7 +662,7 @@ def state_amid_copies(dropped: list[Call]) -> tuple[SendState[Call], list[Call]]
     assert state.take() == [sent]
     for call in (first, second):
         assert state.take() == [call]
-        state.begin_copy(call)
+        state.begin_copy(call, state._object_of(call))
     assert state.take() == []
     assert state.end_copy(second)
     return state, [*calls[1:]]

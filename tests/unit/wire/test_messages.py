@@ -53,7 +53,7 @@ from aiorpc_torch._wire.targets import (
     MethodTarget,
 )
 from aiorpc_torch._wire.tensor_table import TensorTable
-from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES
+from aiorpc_torch._wire.tensors import DTYPES as NAMED_DTYPES, INLINE_BYTES
 from aiorpc_torch._wire.wire_targets import NamedTarget, decode_target, encode_target
 from tests.support.malformed import HEADS
 
@@ -943,7 +943,7 @@ def test_strides_of_a_column(kind: str) -> None:
 
 @pytest.mark.promise("transport.arguments")
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
-@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", NAMED_DTYPES.values(), ids=str)
 def test_tensors_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Their bytes arrive, alone and in a column: also of those that torch can hardly compute."""
     size = math.prod(shape) * dtype.itemsize

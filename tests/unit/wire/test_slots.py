@@ -254,7 +254,7 @@ class BothEnds(RuleBasedStateMachine):
             self.payloads.append((dump_payload(SESSION, -1, groups), tensors))
             self.note_taken([call])
         else:
-            self.state.begin_copy(call)
+            self.state.begin_copy(call, self.state._object_of(call))
             if not next(self.fails, False):
                 groups, tensors = self.encode([call])
                 self.copying.append((call, dump(groups), tensors))
