@@ -16,7 +16,6 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, batched, remote
-from aiorpc_torch._carrier import tensor_sockets
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import connection, drop_connection, settled
 from tests.support.raw_connections import Tap
@@ -216,7 +215,6 @@ async def test_sockets_that_cannot_be_opened(
 ) -> None:
     """Torch carries the tensors, until they are opened: the peer was frozen, say."""
     is_over: list[bool] = []
-    monkeypatch.setattr(tensor_sockets, "OPEN_PAUSE", 0.01)
     refuse_sockets(monkeypatch, what, lambda: bool(is_over))
     shelf.kept.append(torch.ones(LARGE))
     for _ in range(2):
