@@ -16,28 +16,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 
 from aiorpc_torch import RRef, create, local_world, register, remote, training
-from aiorpc_torch.training import Weights, follow
+from aiorpc_torch.training import follow
+from tests.support.followers import Counting
 
 from ._compare import parse
 
 TENSORS = 64
 MB = 1_000_000
-
-
-class Counting(Weights):
-    """Counts the bytes of tensors of its last answer."""
-
-    sent = 0
-
-    async def get(self, *args: Any) -> Any:
-        found = await super().get(*args)
-        self.sent = sum(map(len, found[2].values()))
-        return found
 
 
 class Learner:
@@ -59,7 +48,7 @@ class Learner:
 
     def sent(self) -> float:
         """Return the megabytes of the tensors in the last answer to a follower."""
-        return self.weights.sent / MB
+        return self.weights.sent[-1] / MB
 
     def copies(self) -> tuple[float, float]:
         """Return the seconds of a copy into new memory, and of one into used memory."""

@@ -2,7 +2,8 @@
 
 A version's tensors are in one block on their way, however many they are: it is encoded, copied and
 mapped as one. A large tensor that has not changed since the version before stays in that version's
-block, which followers have. (tests/unit/training/test_snapshots.py)
+block, which followers have. (tests/unit/training/test_snapshots.py,
+tests/unit/training/test_snapshots_internals.py)
 """
 
 import asyncio

@@ -55,7 +55,14 @@ def agree(stages: Sequence[Sequence[Tensor]], whole: Sequence[Any]) -> None:
     torch.testing.assert_close(found, [*whole], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("stages", "micro"), [(2, 1), (2, 4), (3, 5)])
+@pytest.mark.parametrize(
+    ("stages", "micro"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 4, marks=pytest.mark.slow),
+        (3, 5),
+    ],
+)
 async def test_it_is_the_uncut_model(
     workers: Workers, monkeypatch: pytest.MonkeyPatch, stages: int, micro: int
 ) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from asyncio import selector_events
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -358,7 +359,7 @@ class Outside:
                 replace(transport, name, self._invoke)
             replace(transport, "_queue_of", self._queue_of)
             replace(threads.DaemonThreadPool, "submit", self._submit)
-            replace(OwnThread, "_start", self._submit)
+            replace(OwnThread, "_start", self._start_own)
             replace(threads.ThreadCache, "__call__", self._run_cached)
             replace(threads, "threading", lambda _: self._threading())
             for name in ("register", "publish"):
@@ -437,6 +438,30 @@ class Outside:
             self._settle()
 
         return submitted
+
+    def _start_own(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """Count a thread that has steps as one task: a step waits for those before it."""
+        counts: weakref.WeakKeyDictionary[OwnThread, list[int]] = weakref.WeakKeyDictionary()
+
+        def started(thread: OwnThread, step: Callable[[], object]) -> None:
+            count = counts.setdefault(thread, [0])
+
+            def run() -> None:
+                try:
+                    step()
+                finally:
+                    with self._changed:
+                        count[0] -= 1
+                        self._running = max(0, self._running - (not count[0]))
+                        self._changed.notify_all()
+
+            with self._changed:
+                self._running += not count[0]
+                count[0] += 1
+            start(thread, run)
+            self._settle()
+
+        return started
 
     def _run_cached(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda cache, task: run(cache, self._tracked(task))

@@ -15,7 +15,11 @@ from typing import Any
 
 real_monotonic = time.monotonic
 
-STUCK = 2.0  # real seconds after which what another thread does is not waited for any more
+STUCK = 2000
+"""Looks, a millisecond apart at least, after which what another thread does is not waited for any
+more. A process without a processor does not look, so a busy machine gives its threads longer."""
+
+PARKED = 60.0  # real seconds after which a thread waits no more for the loop to be idle
 
 
 class Clock:
@@ -88,7 +92,7 @@ class SteppingLoop(asyncio.SelectorEventLoop):
         event = threading.Event()
         self._parked.append(event)
         self.on_park()
-        if self.is_closed() or not event.wait(10 * STUCK):
+        if self.is_closed() or not event.wait(PARKED):
             raise TimeoutError("the loop was never idle")
 
     @property
@@ -104,15 +108,15 @@ class SteppingLoop(asyncio.SelectorEventLoop):
 
     def _wait(self) -> None:
         """Return when something is due: a socket first, then other threads, then a timer."""
-        begin = real_monotonic()
+        looks = 0
         while not self._has_input(0.0) and not self._stopping:  # type: ignore[attr-defined]
             if self._outside:
                 self._ready.append(self._outside.popleft())
                 return
-            waited = real_monotonic() - begin
             if self.is_busy():
                 self._has_input(0.001)
-                if waited > STUCK:
+                looks += 1
+                if looks > STUCK:
                     self.give_up()
             elif self._parked:
                 self._parked.popleft().set()

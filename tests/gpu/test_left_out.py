@@ -20,7 +20,12 @@ from aiorpc_torch._batching.function import BatchFunction
 from aiorpc_torch._torch import agent
 from aiorpc_torch._torch.agent import channel_names
 from aiorpc_torch._torch.cuda import fence_tensors, sendable
-from tests.gpu import test_cuda_collate, test_staging, test_stream_order
+from tests.gpu import (
+    test_cuda_collate,
+    test_cuda_collate_internals,
+    test_staging,
+    test_stream_order,
+)
 from tests.gpu.left_out import PARTS, leave_out
 from tests.support.at_once import runs_at_once
 from tests.support.cuda_actors import GPU, NEEDS, needs_device
@@ -35,9 +40,8 @@ ONLY_IPC = {"arguments", "delivery"}
 def test_each_part_has_a_test() -> None:
     """`test_fails_without_it` tries that it can fail."""
     # They have noted theirs.
-    assert (
-        len({each.__name__ for each in (test_cuda_collate, test_staging, test_stream_order)}) == 3
-    )
+    modules = test_cuda_collate, test_cuda_collate_internals, test_staging, test_stream_order
+    assert len({each.__name__ for each in modules}) == 4
     assert {*NEEDS.values()} == {*PARTS}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from aiorpc_torch import RRef, call, remote, supervised
-from aiorpc_torch._client.torch_transfers import TorchTransfers
-from aiorpc_torch._torch.staging import STAGED_BYTES
-from aiorpc_torch._wire.pickling import pack
-from aiorpc_torch._wire.staged import stage
 from tests.support.cuda_actors import (
     GPU,
     HERE,
@@ -23,7 +18,6 @@ from tests.support.cuda_actors import (
     fails_without,
     gpu_world,
     late,
-    needs_device,
     on_a_loop,
     settle,
     sleep,
@@ -35,32 +29,6 @@ pytestmark = GPU
 SMALL = 256
 
 
-class Messages:
-    """Counts the messages of torch RPC with values of calls of this process."""
-
-    def __init__(self, patches: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        for name in ("send_payload", "collect"):
-            patches.setattr(TorchTransfers, name, self._counted(getattr(TorchTransfers, name)))
-
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any) -> Any:
-            self.count += 1
-            return function(*args)
-
-        return count
-
-    def taken(self) -> int:
-        """Those since the last time."""
-        found, self.count = self.count, 0
-        return found
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> Messages:
-    return Messages(monkeypatch)
-
-
 async def ready_actor(worker: str = "a") -> tuple[Any, RRef[Actor]]:
     """An actor that has nothing to do, nor has its device."""
     actor, rref = await warm_actor(worker)
@@ -70,45 +38,6 @@ async def ready_actor(worker: str = "a") -> tuple[Any, RRef[Actor]]:
 
 
 # ── ways ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@needs_device
-@pytest.mark.promise("devices.small")
-@on_a_loop
-async def test_small_tensors_that_are_ready_go_through_the_host(messages: Messages) -> None:
-    """Most of them: another process may use the device."""
-    async with gpu_world(["a"]):
-        actor, _ = await ready_actor()
-        x = torch.arange(float(SMALL), device=HERE)
-        await actor.give_back_twice(x)  # allocates pinned memory
-        torch.cuda.synchronize(HERE)
-        messages.taken()
-        for n in range(50):
-            was_there, found = await actor.give_back_twice(x + n)
-            assert was_there
-            assert found.device == HERE
-            assert torch.equal(found, x + n + 1)
-            settle()
-        assert messages.taken() <= 10
-
-
-@needs_device
-@on_a_loop
-async def test_others_go_by_torch(messages: Messages) -> None:
-    async with gpu_world(["a"]):
-        actor, _ = await ready_actor()
-        messages.taken()
-        assert float(await actor.atotal(late(2.0, SMALL))) == 2.0 * SMALL  # not ready
-        assert messages.taken() == 1
-        large = torch.ones(STAGED_BYTES // 4 + 1, device=HERE)
-        settle()
-        assert float(await actor.atotal(large)) == large.numel()
-        assert messages.taken() == 1
-        x = torch.ones(2, 3, device=HERE)
-        settle()
-        found = await actor.describe([x, x.T])  # of one storage
-        assert [shape for _, shape, _ in found] == [(2, 3), (3, 2)]
-        assert messages.taken() == 1
 
 
 # ── order ───────────────────────────────────────────────────────────────────────────────────────
@@ -264,18 +193,3 @@ async def test_kinds_of_calls() -> None:
         assert (await own.give_back_twice(x))[1].tolist() == [1.0, 2.0, 3.0]
         again: Any = remote(await supervised("b", Actor), retries=1)
         assert (await again.give_back_twice(x))[1].tolist() == [1.0, 2.0, 3.0]
-
-
-@needs_device
-@on_a_loop
-async def test_a_capture_of_a_graph_goes_on() -> None:
-    """What is packed meanwhile is not looked at, which would end the capture."""
-    x, y = torch.ones(3, device=HERE), torch.zeros(3, device=HERE)
-    torch.cuda.synchronize(HERE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y.copy_(x * 2)
-        packed = pack([y])
-        assert stage(packed, {HERE: HERE}) is packed
-    graph.replay()
-    assert y.tolist() == [2.0] * 3

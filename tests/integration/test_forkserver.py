@@ -16,7 +16,6 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, local_world
-from aiorpc_torch._children.processes import STOP_SIGNALS
 from tests.support import actors
 from tests.support.fork_servers import inherited, server, torch_runs
 from tests.support.scripts import ROOT, program, run, started
@@ -44,6 +43,7 @@ def numbers() -> tuple[float, float, int]:
 
 # readline changes the environment without `os.environ`, which only new interpreters see.
 OF_READLINE = {"COLUMNS", "LINES"}
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}  # of which each process has its own handler
 
 
 def what_is_seen() -> dict[str, Any]:

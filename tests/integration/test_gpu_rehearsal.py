@@ -12,7 +12,13 @@ import pytest
 
 from tests.support.example_programs import ROOT
 
-FILES = ["test_raw_torch.py", "test_stream_order.py", "test_forkserver.py", "test_cuda_collate.py"]
+FILES = [
+    "test_raw_torch.py",
+    "test_stream_order.py",
+    "test_forkserver.py",
+    "test_cuda_collate.py",
+    "test_cuda_collate_internals.py",
+]
 
 
 @pytest.mark.slow

@@ -8,14 +8,12 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, WorkerLost, call, create, each, remote
-from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch.testing import kill, world
 from aiorpc_torch.types import Change
 from tests.support import actors, joiners
@@ -293,34 +291,6 @@ async def test_a_joiner_that_is_killed_is_lost(tmp_path: Path) -> None:
         await until(lambda: not me.peers)
     kinds = [change.kind for change in await following]
     assert kinds == ["joined", "lost", "returned", "left"]
-
-
-async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Speak first, as servers of many protocols do."""
-    writer.write(b"220 not torch\r\n")
-    await writer.drain()
-
-
-async def names_of_lost() -> list[str]:
-    """The peers that this worker has lost."""
-    return [*entry_points.current().pool._members.lost()]  # type: ignore[union-attr]
-
-
-@pytest.mark.promise("joining.death")
-async def test_another_program_at_the_address_of_one_that_died() -> None:
-    """Those that enter later do not connect there: torch would end their processes."""
-    async with asyncio.timeout(2 * SOON), aiorpc.local_world(0) as me:
-        await me.start("dead")
-        address = urlsplit(me._node.members.peers["dead"].member.address)
-        assert await call("dead", abs, -1) == 1  # so this process does not connect there later
-        kill("dead")
-        with pytest.raises(WorkerLost):
-            await call("dead", asyncio.sleep, 600)
-        server = await asyncio.start_server(greet, address.hostname, address.port)
-        async with server:
-            await me.start("late")
-            assert await call("late", actors.ask_back, me.name) == me.name
-            assert await call("late", names_of_lost) == ["dead"]
 
 
 @pytest.mark.promise("joining.join")

@@ -21,7 +21,8 @@ from torch.distributed.tensor import (
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call
 from aiorpc_torch.testing import kill, world
-from aiorpc_torch.training import Follower, Weights, recover
+from aiorpc_torch.training import Follower, recover
+from tests.support.followers import Counting
 from tests.support.supervised_objects import lose
 
 LONG = 60.0
@@ -62,17 +63,6 @@ def tree(version: int, placements: list[Placement]) -> dict[str, Any]:
     return {"w": sharded, "all": torch.tensor([version]), "own": own, "number": version}
 
 
-class Counting(Weights):
-    """Counts the bytes that are asked for."""
-
-    sent = 0
-
-    async def get(self, *given: Any) -> Any:
-        found = await super().get(*given)
-        self.sent += sum(map(len, found[2].values()))
-        return found
-
-
 async def publish(version: int, placements: list[Placement]) -> int:
     if "weights" not in kept:
         kept["weights"] = Counting(tree(version, placements), version=version)
@@ -82,8 +72,11 @@ async def publish(version: int, placements: list[Placement]) -> int:
 
 
 async def sent() -> int:
-    found, kept["weights"].sent = kept["weights"].sent, 0
-    return int(found)
+    """Return the bytes of tensors that were sent since the last call."""
+    answers: list[int] = kept["weights"].sent
+    found = sum(answers)
+    answers.clear()
+    return found
 
 
 async def start_following(host: str | None, placements: list[Placement] | None) -> int:

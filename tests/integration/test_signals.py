@@ -252,6 +252,7 @@ async def test_sigterm_to_one_child() -> None:
         assert await aiorpc.call("a", os.getpid) != pid
 
 
+@pytest.mark.slow
 @pytest.mark.promise("worlds.handlers")
 def test_a_programs_own_handlers_stay(tmp_path: Path) -> None:
     """A program's own handler stays; afterwards all handlers are as before."""

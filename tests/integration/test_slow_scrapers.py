@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from aiorpc_torch._port.http_port import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from tests.support.scripts import ROOT
 
 CLIENTS = 1000
+MAX_CONNECTIONS = 64  # at once
+REQUEST_TIMEOUT = 10.0  # seconds from a connection to the last byte of the answer
 PROGRAM = """
 import sys
 from aiorpc_torch import observe

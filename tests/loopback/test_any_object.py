@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import nn
 from torch.distributed import rpc
 
@@ -243,14 +243,10 @@ VALUES = st.recursive(
 
 @pytest.mark.promise("calls.any_object")
 @pytest.mark.usefixtures("world")
-async def test_any_nested_value_stays_itself() -> None:
+@given(value=VALUES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_any_nested_value_stays_itself(value: Any) -> None:
     """Lists, dicts, tuples and named tuples of anything."""
-
-    @given(VALUES)
-    @settings(max_examples=300, deadline=None)
-    def check(value: Any) -> None:
-        rref = aiorpc.RRef(value)
-        assert rref.local_value() is value
-        assert rref.to_here() is value
-
-    check()
+    rref = aiorpc.RRef(value)
+    assert rref.local_value() is value
+    assert rref.to_here() is value

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -15,7 +16,6 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, batched, remote
-from aiorpc_torch._carrier import tensor_sockets
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import connection, drop_connection, settled
 from tests.support.raw_connections import Tap
@@ -215,7 +215,6 @@ async def test_sockets_that_cannot_be_opened(
 ) -> None:
     """Torch carries the tensors, until they are opened: the peer was frozen, say."""
     is_over: list[bool] = []
-    monkeypatch.setattr(tensor_sockets, "OPEN_PAUSE", 0.01)
     refuse_sockets(monkeypatch, what, lambda: bool(is_over))
     shelf.kept.append(torch.ones(LARGE))
     for _ in range(2):
@@ -271,6 +270,42 @@ async def test_a_loop_that_is_closed_without_a_word(shelf: Shelf) -> None:
         await asyncio.to_thread(run)
         await asyncio.to_thread(lambda: asyncio.run(small(rref)))  # a loop that sees it closed
         await until(is_over)
+
+
+async def test_a_loop_that_is_closed_while_it_opens_sockets(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What opened them ends with the loop, and does not go on with another way for tensors."""
+    unraisable: list[Any] = []
+    rref, loops = RRef(shelf), [asyncio.new_event_loop()]
+
+    async def connect() -> None:
+        await remote(rref).echo(0)
+        await until(lambda: connection("main").carrier == "sockets")
+
+    async def begin() -> None:
+        begun.append(asyncio.ensure_future(remote(rref).keep(torch.ones(LARGE))))
+        for _ in range(100):  # it has dialed, and waits for the proof of the listener
+            await asyncio.sleep(0)
+
+    def close() -> None:
+        loops[0].run_until_complete(begin())
+        loops[0].close()
+
+    begun: list[asyncio.Future[int]] = []
+    closing = threading.Thread(target=close)
+    await asyncio.to_thread(loops[0].run_until_complete, connect())
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with warnings.catch_warnings():  # such a loop leaves its sockets to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        closing.start()
+        closing.join()  # this loop, which would prove itself, is busy
+        freed = weakref.ref(loops.pop())
+        begun.clear()
+        await asyncio.to_thread(lambda: asyncio.run(small(rref)))  # a loop that sees it closed
+        await until(lambda: gc.collect() >= 0 and freed() is None)
+    assert not unraisable
+    assert "no tensor sockets" not in caplog.text
 
 
 async def small(rref: RRef[Shelf]) -> None:

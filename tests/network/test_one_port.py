@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._port.certificates import LOOK_INTERVAL
 from tests.support.certificates import Authority
 from tests.support.network_namespaces import (
     ADDRESSES,
@@ -26,6 +25,7 @@ from tests.support.packets import Packets, is_tls, packets_at
 
 MASTER = 29500
 FIXED = f"tcp://{ADDRESSES[0]}:{MASTER}"
+LOOK_INTERVAL = 5.0  # seconds between two looks at the files of a certificate
 PORTS = {"first": 29600, "second": 29601, "third": 29602}
 # Processes that see each other's memory would not be on two hosts.
 APART = ("unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")

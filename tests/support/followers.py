@@ -39,13 +39,18 @@ def answer_values(net: Net, pipe: Any) -> None:
 
 
 class Counting(Weights):
-    """Counts the transfers that are asked for."""
+    """Counts the transfers that are asked for, and the bytes of tensors of each answer."""
 
-    asked = 0
+    def __init__(self, tree: Any, **options: Any) -> None:
+        super().__init__(tree, **options)
+        self.asked = 0
+        self.sent: list[int] = []
 
     async def get(self, number: int, *options: Any) -> Version:
         self.asked += 1
-        return await super().get(number, *options)
+        found = await super().get(number, *options)
+        self.sent.append(sum(map(len, found[2].values())))
+        return found
 
 
 class Learner:

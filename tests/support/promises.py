@@ -6,12 +6,13 @@ together; with `--write` it makes docs/promises.md anew.
 """
 
 import ast
-import gc
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.support.sources import parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "promises.md"
@@ -37,20 +38,10 @@ def find_marks(root: Path = ROOT) -> Marks:
     """Return the tests that hold each promise, from the source of all tests."""
     found: dict[str, list[str]] = {}
     for path in sorted((root / "tests").rglob("test_*.py")):
-        for test, ids in marked(_parse(path.read_text())):
+        for test, ids in marked(parse(path)):
             for each in ids:
                 found.setdefault(each, []).append(f"{path.relative_to(root).as_posix()}::{test}")
     return found
-
-
-def _parse(source: str) -> ast.Module:
-    # A finalizer that compiles, in the middle of it, would end CPython 3.11 with "AST constructor
-    # recursion depth mismatch".
-    gc.disable()
-    try:
-        return ast.parse(source)
-    finally:
-        gc.enable()
 
 
 def marked(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, list[str]]]:

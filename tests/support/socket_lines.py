@@ -58,7 +58,11 @@ def give_no_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_sockets(patch: pytest.MonkeyPatch, what: str, is_over: Callable[[], bool]) -> None:
-    """Let no socket be opened for "arguments" or "results" until then, as a firewall does."""
+    """Let no socket be opened for "arguments" or "results" until then, as a firewall does.
+
+    The next attempt follows soon.
+    """
+    patch.setattr(tensor_sockets, "OPEN_PAUSE", 0.01)
     dial, purpose = introduction.Introductions.dial, {"arguments": ARGUMENTS, "results": RESULTS}
 
     async def fail(self: Any, peer: Any, number: int) -> socket.socket:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import aiorpc_torch
+from tests.support.sources import parse
 
 PACKAGE = Path(aiorpc_torch.__file__).parent
 
@@ -34,7 +35,7 @@ LONGEST_SENTENCE = 25  # words
 
 def docstrings(path: Path) -> list[str]:
     """Return every docstring, without what stands in backticks and without indented examples."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
     texts = [re.sub(r"(?m)^ {4,}.*$", "", text) for text in found if text]
@@ -77,4 +78,4 @@ def test_docstrings_are_plain(find: Callable[[str], list[str]]) -> None:
 def test_every_module_has_a_docstring() -> None:
     """It opens with one."""
     paths = PACKAGE.rglob("*.py")
-    assert not [path for path in paths if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [path for path in paths if not ast.get_docstring(parse(path))]

@@ -16,6 +16,7 @@ import aiorpc_torch.training
 from tests.support import guides
 from tests.support.pages import blocks
 from tests.support.scripts import ROOT
+from tests.support.sources import parse
 
 REFERENCE = guides.DOCS / "reference"
 WAYS_IN = ["worker", "local_world", "run_local", "attach"]
@@ -108,7 +109,7 @@ WORDS = 3  # in a row, which a text of the page has in common with one of the pa
 def texts() -> Iterator[str]:
     """Yield every text of the package, with its inserted values as one word."""
     for path in sorted(guides.ROOT.joinpath("aiorpc_torch").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.JoinedStr):
                 parts = [
                     each.value if isinstance(each, ast.Constant) else "_" for each in node.values

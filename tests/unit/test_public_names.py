@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import aiorpc_torch
+from tests.support.sources import parse
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ def test_the_public_names_are_exactly_those_bound() -> None:
     """`__all__` is a literal, which type checkers read, and names all that is bound."""
     [literal] = [
         ast.literal_eval(node.value)
-        for node in ast.parse(Path(aiorpc_torch.__file__).read_text()).body
+        for node in parse(Path(aiorpc_torch.__file__)).body
         if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0])
     ]
     assert literal == aiorpc_torch.__all__

@@ -10,6 +10,7 @@ import pytest
 
 import aiorpc_torch
 from aiorpc_torch._aio import interpreter
+from tests.support.sources import parse
 
 
 def without_gil(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def standard_modules(tree: ast.AST) -> Iterator[str]:
 
 def private_names(path: Path) -> Iterator[str]:
     """Yield the private names of the standard library that a file uses, as "module._name"."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     modules = {*standard_modules(tree)}
     for each in ast.walk(tree):
         if isinstance(each, ast.Attribute) and each.attr.startswith("_") and "__" not in each.attr:

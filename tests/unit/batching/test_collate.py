@@ -1,7 +1,11 @@
-"""Trees of tensors, stacked and split again, as values."""
+"""Trees of tensors, stacked and split again, as values; without a world.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+A function that `batched` stacks for gets what its callers pass, and gives it back to them.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,18 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._batching.collate import (
-    Collation,
-    Collator,
-    Rows,
-    collate,
-    collate_key,
-    row_count,
-    rows_of,
-    uncollate,
-    with_rows,
-)
-from aiorpc_torch._torch.tree import children
+from aiorpc_torch import BatchContractError, batched
 
 
 @dataclass
@@ -46,16 +39,21 @@ class Derived:
 def parts_of(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, dict):
         return tree
-    if isinstance(tree, Seen):
-        return vars(tree)
+    if isinstance(tree, Seen | Derived):
+        return {each.name: getattr(tree, each.name) for each in fields(tree)}
     return dict(enumerate(tree)) if isinstance(tree, tuple | list) else None
+
+
+def as_tensor(leaf: Any) -> Tensor:
+    """Return a leaf as a tensor; torch reads no array backwards."""
+    return torch.as_tensor(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
 def same(a: Any, b: Any) -> bool:
     """Whether two trees have equal structure and numbers, be these tensors or not."""
     mine, theirs = parts_of(a), parts_of(b)
     if mine is None or theirs is None:
-        return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+        return bool(torch.equal(as_tensor(a), as_tensor(b)))
     return (
         type(a) is type(b) and [*mine] == [*theirs] and all(same(mine[k], theirs[k]) for k in mine)
     )
@@ -75,6 +73,46 @@ def owns(leaf: Any) -> bool:
 
 def place(leaf: Any) -> Any:
     return leaf.data_ptr() if isinstance(leaf, Tensor) else leaf.__array_interface__["data"][0]
+
+
+def back(tree: Any) -> Any:
+    """Return what a function got. A list would be one result for each caller."""
+    return {"it": tree}
+
+
+def through(
+    values: Sequence[Any], compute: Callable[[Any], Any] = back, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """Call a function with all values at once; return the trees that it gets, and the results.
+
+    A result may be an exception.
+    """
+    trees: list[Any] = []
+
+    @batched(**({} if "pad_to" in options else {"max_size": 100}) | options)
+    async def function(tree: Any) -> Any:
+        trees.append(tree)
+        return compute(tree)
+
+    async def call(value: Any) -> Any:
+        return await function(value)
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*map(call, values), return_exceptions=True)
+
+    return trees, asyncio.run(main())
+
+
+def stacked(values: Sequence[Any], **options: Any) -> Any:
+    """Return the one tree that a function gets for values of one kind."""
+    (tree,), _ = through(values, stack=True, **options)
+    return tree
+
+
+def rows_of(tree: Any, calls: int = 2) -> list[Any]:
+    """Return what the callers get of a tree that a stacked function returns."""
+    _, results = through([X] * calls, lambda _: tree, stack=True)
+    return results
 
 
 # ── as values ───────────────────────────────────────────────────────────────────────────────────
@@ -127,43 +165,39 @@ trees = st.recursive(leaves(), grown, max_leaves=6)
 @pytest.mark.promise("batching.stacked")
 @given(trees, st.integers(1, 5), st.sampled_from([None, "cpu", torch.device("cpu")]))
 def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device: Any) -> None:
-    """`uncollate(collate(values))` equals the values, structure and all."""
+    """What a function gives back equals what was passed, structure and all."""
     values = [make(n) for n in range(size)]
-    assert len({collate_key(value) for value in values}) == 1
-    stacked = collate(values, Collator(device))
-    assert (children(stacked) is None) == (children(values[0]) is None)
-    for tensor in tensors_in(stacked):
+    (tree,), rows = through(values, stack=True, device=device)
+    assert (parts_of(tree) is None) == (parts_of(values[0]) is None)
+    for tensor in tensors_in(tree):
+        assert isinstance(tensor, Tensor)
         assert len(tensor) == size
-    assert row_count(stacked) == size
-    rows = uncollate(stacked)
     assert len(rows) == size
     for value, row in zip(values, rows, strict=True):
-        assert same(value, row)
+        assert same(value, row["it"])
 
 
 @given(trees, st.integers(1, 5))
 def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> None:
     """Its tensors own their storage, share none, and can be changed in place."""
-    stacked = collate([make(n) for n in range(size)], Collator())
-    leaves = [leaf for row in uncollate(stacked) for leaf in tensors_in(row)]
+    (tree,), rows = through([make(n) for n in range(size)], stack=True)
+    leaves = [leaf for row in rows for leaf in tensors_in(row)]
     assert all(map(owns, leaves))
     kept = [leaf for leaf in leaves if not isinstance(leaf, np.generic)]
-    places = [place(leaf) for leaf in (*kept, *tensors_in(stacked)) if leaf.nbytes]
+    places = [place(leaf) for leaf in (*kept, *tensors_in(tree)) if leaf.nbytes]
     assert len(set(places)) == len(places)
     for leaf in kept:
         leaf[...] = 0
 
 
 @given(trees, trees)
-def test_of_one_key_is_what_collates(a: Callable[[int], Any], b: Callable[[int], Any]) -> None:
-    """Equal kinds stack, and come back as they were; a kind says nothing of values."""
+def test_of_one_kind_is_what_stacks(a: Callable[[int], Any], b: Callable[[int], Any]) -> None:
+    """Equal kinds stack, others come alone, and both as they were; a kind says no values."""
+    stacked([a(1), a(3)])
     first, second = a(1), b(2)
-    assert collate_key(first) == collate_key(a(3))
-    assert hash(collate_key(first)) == hash(collate_key(a(3)))
-    if collate_key(first) == collate_key(second):
-        rows = uncollate(collate([first, second], Collator()))
-        assert same(first, rows[0])
-        assert same(second, rows[1])
+    _, rows = through([first, second], stack=True)
+    assert same(first, rows[0]["it"])
+    assert same(second, rows[1]["it"])
 
 
 X = torch.zeros(2)
@@ -196,9 +230,10 @@ DIFFERENT: list[Any] = [
 ]
 
 
-def test_keys_that_differ() -> None:
+def test_kinds_that_differ() -> None:
     """No two of these stack."""
-    assert len({collate_key(value) for value in DIFFERENT}) == len(DIFFERENT)
+    trees, results = through(DIFFERENT, lambda _: [3], stack=True)
+    assert results == [3] * len(trees) == [3] * len(DIFFERENT)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +253,16 @@ def test_keys_that_differ() -> None:
 )
 def test_what_cannot_be_stacked(value: Any, what: str) -> None:
     """The error names the class of what is in the way, however deep it is."""
-    with pytest.raises(TypeError, match=f"^{what} cannot be stacked"):
-        collate_key(value)
+    (error,) = refused(value)
+    assert str(error).startswith(f"{what} cannot be stacked")
+
+
+def refused(*values: Any) -> list[TypeError]:
+    """Return the errors of values that reach no function."""
+    trees, errors = through(values, stack=True)
+    assert not trees
+    assert {*map(type, errors)} == {TypeError}
+    return errors
 
 
 # Each with what it must not be in one batch with, if it does not stack itself.
@@ -232,14 +275,15 @@ HALF_WAY: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("odd", "usual"), HALF_WAY.values(), ids=HALF_WAY)
-def test_what_has_a_key_can_be_stacked(odd: Any, usual: Any) -> None:
-    """Or it has none, or another than those that can."""
-    try:
-        kind = collate_key(odd)
-    except TypeError:
-        return
-    if kind == collate_key(usual):
-        collate([usual, odd], Collator())
+def test_what_is_half_way_to_a_tensor(odd: Any, usual: Any) -> None:
+    """It is refused, or stacked with others or alone."""
+    _, results = through([usual, odd], stack=True)
+    for value, result in zip((usual, odd), results, strict=True):
+        if isinstance(result, Exception):
+            assert isinstance(result, TypeError)
+            assert "cannot be stacked" in str(result)
+        else:
+            assert same(value, result["it"])
 
 
 def test_an_array_that_cannot_be_written() -> None:
@@ -248,8 +292,8 @@ def test_an_array_that_cannot_be_written() -> None:
     array.flags.writeable = False
     torch.set_warn_always(True)
     try:
-        assert collate([array], Collator()).tolist() == [[1.0] * 3]
-        assert collate([array], Collator("cpu")).tolist() == [[1.0] * 3]
+        assert stacked([array]).tolist() == [[1.0] * 3]
+        assert stacked([array], device="cpu").tolist() == [[1.0] * 3]
     finally:
         torch.set_warn_always(False)
 
@@ -276,12 +320,12 @@ def test_an_array_that_cannot_be_written() -> None:
 )
 def test_what_has_no_rows(value: Any) -> None:
     """Not even a number in it, nor columns of different lengths."""
-    assert row_count(value) is None
+    assert {*map(type, rows_of(value))} == {BatchContractError}
 
 
-def test_uncollate_what_torch_returns() -> None:
+def test_what_torch_returns() -> None:
     """Named results of torch's own functions are tuples of columns."""
-    rows = uncollate(torch.tensor([[1.0, 5.0], [7.0, 3.0]]).max(1))
+    rows = rows_of(torch.tensor([[1.0, 5.0], [7.0, 3.0]]).max(1))
     assert [(row.values.item(), row.indices.item()) for row in rows] == [(5.0, 1), (7.0, 0)]
 
 
@@ -290,7 +334,7 @@ def test_a_row_of_a_network_output(inference: bool) -> None:
     """With its gradients, and in place, where autograd forbids to change a view of many."""
     net = torch.nn.Linear(3, 2)
     with torch.inference_mode(inference):
-        rows = uncollate(net(torch.ones(4, 3)))
+        rows = rows_of(net(torch.ones(4, 3)), 4)
     assert all(map(owns, rows))
     if not inference:
         rows[1].mul_(2).sum().backward()
@@ -302,30 +346,28 @@ def test_a_row_of_a_network_output(inference: bool) -> None:
 
 
 def test_arrays_become_a_tensor() -> None:
-    """Also those that are read backwards. Of what torch has no dtype for there is no key."""
-    stacked = collate([np.ones(2), np.zeros(4)[::-2]], Collator())
-    assert isinstance(stacked, Tensor)
-    assert stacked.tolist() == [[1.0, 1.0], [0.0, 0.0]]
-    for value in (np.array(["x"]), np.array("x"), np.array(["2020-02-01"], "datetime64[D]")):
-        with pytest.raises(TypeError):
-            collate_key(value)
-    with pytest.raises(TypeError, match=r"^an array of objects cannot be stacked"):
-        collate_key(np.array([None]))
+    """Also those that are read backwards. What torch has no dtype for is refused."""
+    tree = stacked([np.ones(2), np.zeros(4)[::-2]])
+    assert isinstance(tree, Tensor)
+    assert tree.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    refused(np.array(["x"]), np.array("x"), np.array(["2020-02-01"], "datetime64[D]"))
+    (error,) = refused(np.array([None]))
+    assert str(error).startswith("an array of objects cannot be stacked")
 
 
 def test_rows_of_arrays() -> None:
     """Arrays of their own, also of what torch has no dtype for."""
     days = np.array([["2020-02-01", "2021-03-04"], ["2022-01-01", "2022-01-02"]], "datetime64[D]")
-    rows = uncollate({"day": days, "count": np.arange(2)})
+    rows = rows_of({"day": days, "count": np.arange(2)})
     assert [row["day"].tolist() for row in rows] == days.tolist()
     assert [row["count"] for row in rows] == [0, 1]
     assert all(row["day"].base is None for row in rows)
-    assert [each.tolist() for each in uncollate(days, 2, [2, 0])] == [days.tolist(), []]
+    _, runs = through([torch.zeros(2), torch.zeros(0)], lambda _: days, concat=True)
+    assert [each.tolist() for each in runs] == [days.tolist(), []]
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────
 
-CONCAT = Collation(concat=True)
 counts_of_rows = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
 
@@ -365,13 +407,11 @@ def test_runs_of_rows_are_what_was_joined(
 ) -> None:
     """In the order of the calls, with none left out, also of a call without rows."""
     values = [make(rows) for rows in ranges(counts)]
-    assert len({collate_key(value, CONCAT) for value in values}) == 1
-    joined = collate(values, Collator(device, concat=True))
+    (joined,), found = through(values, concat=True, device=device)
     assert same(joined, make(range(sum(counts))))
-    found = uncollate(joined, len(counts), counts)
     for value, mine in zip(values, found, strict=True):
-        assert same(value, mine)
-        assert all(map(owns, tensors_in(mine)))
+        assert same(value, mine["it"])
+        assert all(map(owns, tensors_in(mine["it"])))
 
 
 @pytest.mark.promise("batching.padded")
@@ -380,62 +420,58 @@ def test_padding_repeats_the_last_row(
     make: Callable[[range], Any], counts: list[int], sizes: set[int]
 ) -> None:
     """To the next size, and the runs of the callers are the same as without; zeros without rows."""
-    collation = Collation(concat=True, pad_to=tuple(sorted(sizes)))
-    calls = [(make(rows),) for rows in ranges(counts)]
-    rows = sum(counts)
-    if rows > max(sizes):
-        with pytest.raises(ValueError, match=f"^{rows} rows are more than the largest of pad_to="):
-            rows_of(calls, collation)
-        return
-    found = rows_of(calls, collation)
-    assert found == Rows(min(size for size in sizes if size >= rows), counts)
-    padded = with_rows(calls, found)
-    joined = collate([tree for (tree,) in padded], Collator(concat=True))
-    assert row_count(joined) == found.total
+    values = [make(rows) for rows in ranges(counts)]
+    rows, most = sum(counts), 5 * 4
+    (joined,), found = through(values, concat=True, pad_to=sorted({*sizes, most}))
+    total = min(size for size in {*sizes, most} if size >= rows)
     last = max(rows - 1, 0)  # of no rows: those of number 0 are zeros
-    wanted = [make(range(rows)), *[make(range(last, last + 1))] * (found.total - rows)]
-    assert same(joined, collate(wanted, Collator(concat=True)))
-    for (value,), mine in zip(calls, uncollate(joined, len(calls), counts), strict=True):
-        assert same(value, mine)
+    (wanted,), _ = through(
+        [make(range(rows)), *[make(range(last, last + 1))] * (total - rows)], concat=True
+    )
+    assert same(joined, wanted)
+    for value, mine in zip(values, found, strict=True):
+        assert same(value, mine["it"])
+
+
+def test_more_rows_than_there_is_padding_for() -> None:
+    """A call of them is refused."""
+    trees, (error,) = through([X.expand(9, 2)], concat=True, pad_to=(4, 8))
+    assert not trees
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("9 rows are more than the largest of pad_to=")
 
 
 @given(trees, st.integers(1, 6))
 def test_padding_of_what_is_stacked(make: Callable[[int], Any], size: int) -> None:
     """The last call's argument comes once more for each row that is lacking."""
-    calls = [(make(n),) for n in range(size)]
-    rows = rows_of(calls, Collation(pad_to=(2, 5, 8)))
-    assert rows == Rows(2 if size <= 2 else 5 if size <= 5 else 8, None)
-    stacked = collate([tree for (tree,) in with_rows(calls, rows)], Collator())
-    assert row_count(stacked) == rows.total
-    everything = uncollate(stacked)
-    assert all(same(row, make(size - 1)) for row in everything[size:])
-    kept = uncollate(stacked, size)
-    assert len(kept) == size
-    assert all(same(row, value) for row, (value,) in zip(kept, calls, strict=True))
+    values = [make(n) for n in range(size)]
+    (tree,), kept = through(values, stack=True, pad_to=(2, 5, 8))
+    total = 2 if size <= 2 else 5 if size <= 5 else 8
+    assert {len(each) for each in tensors_in(tree)} == {total}
+    everything = rows_of(back(tree), total)
+    assert all(same(row["it"], make(size - 1)) for row in everything[size:])
+    assert all(same(row["it"], value) for row, value in zip(kept, values, strict=True))
 
 
 def test_padding_leaves_gradients_alone() -> None:
     """Of rows whose results are dropped none comes back."""
     mine = torch.ones(2, 3, requires_grad=True)
-    calls = with_rows([(mine,)], rows_of([(mine,)], Collation(concat=True, pad_to=(4,))))
-    joined = collate([tree for (tree,) in calls], Collator(concat=True))
+    (joined,), (result,) = through([mine], lambda x: x * 2, concat=True, pad_to=(4,))
     assert joined.shape == (4, 3)
-    uncollate(joined * 2, 1, [2])[0].sum().backward()
+    result.sum().backward()
     assert mine.grad is not None
     assert mine.grad.tolist() == [[2.0] * 3] * 2
 
 
 def test_a_number_is_in_each_row_of_its_call() -> None:
     """Of the dtype that torch gives it; padding has that of the last row."""
-    calls: list[Any] = [(rows_of_x(2), {"n": 1, "s": 0.5}), (rows_of_x(1), {"n": 7, "s": 1.5})]
-    assert len({collate_key(call, CONCAT) for call in calls}) == 1
-    padded = with_rows(calls, rows_of(calls, Collation(concat=True, pad_to=(5,))))
-    x, numbers = collate(padded, Collator(concat=True))
+    values: list[Any] = [(x_rows(2), {"n": 1, "s": 0.5}), (x_rows(1), {"n": 7, "s": 1.5})]
+    ((x, numbers),), _ = through(values, concat=True, pad_to=(5,))
     assert (numbers["n"].dtype, numbers["s"].dtype) == (torch.int64, torch.float32)
     assert numbers["n"].tolist() == [1, 1, 7, 7, 7]
     assert numbers["s"].tolist() == [0.5, 0.5, 1.5, 1.5, 1.5]
     assert len(x) == 5
 
 
-def rows_of_x(count: int) -> Tensor:
+def x_rows(count: int) -> Tensor:
     return X.expand(count, 2)

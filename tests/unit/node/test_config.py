@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._node.config import WorkerConfig
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a name": ({"name": ["a"]}, r"a worker's name must be a str, got \['a'\]"),
@@ -24,12 +23,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("of", WRONG)
-def test_an_argument_of_another_type(of: str) -> None:
+async def test_an_argument_of_another_type(of: str) -> None:
     """Its error names the argument."""
     given, expected = WRONG[of]
     valid = {"name": "w", "rank": 0, "world_size": 2, "init_method": "unix://x"}
     with pytest.raises(TypeError, match=expected):
-        WorkerConfig(**(valid | given))
+        async with aiorpc.worker(**(valid | given)):
+            pass
 
 
 WORLDS: dict[str, tuple[dict[str, Any], str]] = {
