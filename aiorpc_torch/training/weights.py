@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
+from .._gauges import measure
 from .joining import Cuts
 from .relays import Hosts, Version, version_of
 from .shards import Slice, Wanted
@@ -64,6 +65,7 @@ class Weights:
         self._cuts, self._cutting = Cuts(), asyncio.Lock()
         self._is_publishing = False
         self._is_overtaken = False
+        measure(self)
 
     def __repr__(self) -> str:
         return f"<Weights version {self.version}>"
@@ -172,6 +174,9 @@ class Weights:
                 cut = functools.partial(self._cuts.cut, version, wanted)
                 version = await in_thread(cut, version.size)
         return version_of(number, version, has)
+
+    def _numbers(self) -> dict[str, float]:
+        return {"aiorpc_weights_version": self.version}
 
     def _see(self, number: int) -> None:
         if number > self._versions.newest and not self._is_overtaken:

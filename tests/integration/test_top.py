@@ -64,6 +64,8 @@ async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
         assert (found["held"].pid, found["stopped"].pid) == (pids["held"], pids["stopped"])
         assert [wait.worker for wait in found["main"].waits] == ["held"]
         assert found["well"].memory > 0
+        assert [name for name, row in found.items() if row.is_coordinator] == ["main"]
+        assert all(row.cpu is not None for name, row in found.items() if name != "dead")
 
 
 @pytest.mark.slow
