@@ -21,7 +21,7 @@ from .snapshots import (
     snapshot_in_thread,
 )
 from .versions import Versions
-from .waiting import Changes, Line, ends_at_leave
+from .waiting import Changes, Line, ends_at_leave, idles
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -124,6 +124,7 @@ class Weights:
         relay = self._hosts.relay_for(host, worker, lost)
         return relay, f"relay {self._token}"
 
+    @idles
     @ends_at_leave
     async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:
         """Wait for version `least`; return the numbers of the oldest and the newest that is kept.
@@ -144,6 +145,7 @@ class Weights:
         """
         return self._versions.get(number).slices()
 
+    @idles
     @ends_at_leave
     async def after(
         self, seen: int, has: Collection[str] = (), wanted: Wanted = NOTHING

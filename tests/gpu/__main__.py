@@ -42,7 +42,7 @@ def stages(device: str) -> list[Stage]:
         Stage("device", 30.0, [sys.executable, "-m", "tests.gpu.machine"]),
         tests(RAW, 60.0, "test_raw_torch.py"),
         tests("order", 120.0, "test_stream_order.py", "test_staging.py", "test_forkserver.py"),
-        tests("collate", 50.0, "test_cuda_collate.py"),
+        tests("collate", 50.0, "test_cuda_collate.py", "test_utilisation.py"),
         tests("switches", 90.0, "test_left_out.py"),
         tests("programs", 70.0, "test_programs.py"),
         Stage("benchmark", 60.0, [sys.executable, "-m", *benchmark]),

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from aiorpc_torch._inspection.gpus import gpu_use
+from tests.support.cuda_actors import needs_device
 
 pytestmark = pytest.mark.gpu
 
 
+@needs_device
 def test_a_busy_device() -> None:
     pytest.importorskip("pynvml")
     a = torch.randn(4096, 4096, device="cuda:0")
