@@ -49,12 +49,14 @@ def promtool() -> str:
     return found
 
 
+@pytest.mark.promise("watching.alerts")
 def test_prometheus_loads_the_rules(promtool: str) -> None:
     done = subprocess.run([promtool, "check", "rules", RULES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "SUCCESS: 11 rules found" in done.stdout
 
 
+@pytest.mark.promise("watching.alerts")
 def test_what_fires(promtool: str, tmp_path: Path) -> None:
     """Nothing at the start, each alert once it has its reason."""
     text = RUN.replace("RULES", str(RULES))

@@ -151,6 +151,7 @@ async def test_no_loop_runs() -> None:
     assert found[key("aiorpc_client_calls_total")] == 0
 
 
+@pytest.mark.promise("watching.metrics_run")
 async def test_the_world_and_the_objects_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects have the name under which they are registered; followers that of their publisher."""
     monkeypatch.setattr(metrics, "gpu_use", lambda: {1: 0.25})
@@ -188,6 +189,7 @@ async def test_the_world_and_the_objects_of_training(monkeypatch: pytest.MonkeyP
     assert found[key("process_cpu_seconds_total")] > 0
 
 
+@pytest.mark.promise("watching.metrics_run")
 async def test_the_dashboard_and_the_alerts_name_metrics_that_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
