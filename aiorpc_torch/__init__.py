@@ -50,6 +50,7 @@ Names with a leading underscore are private.
 #     _port        one TCP port of a worker, TLS on it, the network interface
 #     _aio         primitives of asyncio and threads, without torch
 #     _names       which module the public names are shown as
+#     _gauges      objects whose numbers are metrics
 #     errors       exceptions that callers catch
 #     _text        text of other processes, for terminals and logs
 

@@ -9,6 +9,7 @@ import contextvars
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from numbers import Real
@@ -242,6 +243,19 @@ def checked_timeout(timeout: Any) -> float | None:
     if is_number and timeout == timeout:  # not NaN
         return float(timeout)
     raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+
+
+def checked_call_timeout(timeout: Any) -> float | None:
+    """Return the timeout of calls, as `checked_timeout`; warn of torch's value for none."""
+    seconds = checked_timeout(timeout)
+    if seconds in (0.0, -1.0):
+        warnings.warn(
+            f"timeout={timeout!r} is over at once: no call is sent. Unlike torch RPC, this library "
+            "takes None for no timeout",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return seconds
 
 
 def deadline_in(seconds: float | None) -> float | None:

@@ -258,9 +258,8 @@ class Batched:
         self._policy = policy
         self._collation = collation
         self._traits_of = traits_function(policy, self.__qualname__, collation)
-        size = policy.max_size if isinstance(policy, Fill) else policy.size
-        # Of a function of the object it is known from the first call on.
-        self._counters = new_counters(self.__qualname__, size if isinstance(size, int) else 1)
+        has_rows = collation is not None and collation.concat
+        self._counters = new_counters(self.__qualname__, policy, has_rows=has_rows)
         self._is_method = False
         self._queues: WeakIdentityDict[Any, BatchQueue] = WeakIdentityDict()
         mark_runs_on_loop(self)

@@ -232,7 +232,7 @@ class BatchQueue:
     def _renew_numbers(self, instance: Any) -> None:
         """Follow the numbers of the policy that are functions of the object."""
         policy: Any = numbers_of(self._given, instance)
-        self._counters.size = policy.max_size if isinstance(policy, Fill) else policy.size  # type: ignore[assignment]
+        self._counters.note_numbers(policy)
         if policy != self._policy:
             self._policy = policy
             self._scheduler.use(policy)
@@ -242,6 +242,14 @@ class BatchQueue:
     def name(self) -> str:
         """Return the name of the function."""
         return self._function.name
+
+    def why_waiting(self) -> str:
+        """Return what the calls wait for, for people."""
+        if not isinstance(self._scheduler, RoundScheduler):
+            return f"waits for its batch; calls that wait: {len(self)}"
+        size, present, missing = self._scheduler.next_round()
+        text = f"waits for its round: {len(present)} of {size} are there ({_names(present[:8])})"
+        return f"{text}; missing: {_names(missing[:8])}" if missing else text
 
     def running(self) -> list[RunningBatch]:
         """Return the batches that run."""
@@ -351,7 +359,7 @@ class BatchQueue:
                 self._fail_round(batch)
                 continue
             waits = [*map(now.__sub__, map(_ARRIVAL, batch.items))]
-            self._counters.count_batch(batch.reason._value_, waits)
+            self._counters.count_batch(batch.reason._value_, waits, batch.weight)
             self._register(batch, task if first is None else self._new_task(batch))
             first = first or batch
         if scheduler.waiting and (deadline := scheduler.deadline()) is not None:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from .._aio.own_frames import behind_own_frames
 from .._torch.tree import children
 from .._wire.columns import SharedValue
 from .._wire.exceptions import copy_exception, ensure_raisable, try_add_note
@@ -82,6 +83,12 @@ def split_results(
         result = [*result]
     length = len(result) if type(result) is list else row_count(result)
     total, counts = (size, None) if rows is None else rows
+    if length is None and rows is not None:
+        got = f"{name} got a batch of {size} with {total} rows and {verb} {_describe(result)}"
+        raise BatchContractError(
+            f"{got}: {verb.removesuffix('ed')} a tensor or an array (or a tree of them) "
+            "with one row for each row of its arguments, or Broadcast(value)"
+        )
     if length is None:
         remedy = verb.removesuffix("ed")
         raise BatchContractError(
@@ -90,9 +97,12 @@ def split_results(
             "dimension is the batch, or Broadcast(value)"
         )
     if length != total:
-        got = f"{size}" if rows is None else f"{size} with {total} rows"
-        text = f"{name} got a batch of {got} and {verb} {length} results"
-        raise BatchContractError(text if verb == "returned" else f"{text}{_ENTRIES_HINT}")
+        text = f"{name} got a batch of {size} and {verb} {length} results"
+        if rows is not None:
+            text = f"{name} got a batch of {size} with {total} rows and {verb} {length} results"
+            text += f": {verb.removesuffix('ed')} one row for each row of its arguments"
+        is_step = verb == "yielded" and rows is None
+        raise BatchContractError(f"{text}{_ENTRIES_HINT}" if is_step else text)
     if type(result) is not list:
         results = uncollate(result, size, counts)
     elif counts is None:
@@ -122,6 +132,8 @@ _STOPS = StopAsyncIteration, StopIteration
 
 def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
     """Return one copy of `exc` for each of `size` callers, with `exc` as its cause."""
+    # The callers' copies show it. Not by `exc.__traceback__ =`, which a user's class may refuse.
+    BaseException.with_traceback(exc, behind_own_frames(exc.__traceback__))
     if _takes_list_for_tensor(exc):
         try_add_note(
             exc, f"({name} gets lists, one item per caller; stack=True makes them tensors)"

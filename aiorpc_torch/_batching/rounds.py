@@ -91,10 +91,18 @@ class RoundScheduler(Scheduler[T]):
             del self.waiting[item]
         return tuple(members)
 
+    def next_round(self) -> tuple[int, tuple[Hashable, ...], tuple[Hashable, ...]]:
+        """Return the size of the next round, who has contributed, and who is missing."""
+        present = tuple(self._next_members().values())
+        return self._policy.size, present, self._missing(present)
+
     def _time_out(self, members: dict[T, Hashable]) -> TimedOutRound[T]:
-        """Remove the round; `missing` lists the most recent past contributors that it needs."""
+        """Remove the round."""
         present = tuple(members.values())
+        return TimedOutRound(self._remove(members), present, self._missing(present))
+
+    def _missing(self, present: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+        """Return the most recent past contributors that a round of these needs."""
         contributed = {*present}
         absent = [member for member in reversed(self._known_members) if member not in contributed]
-        missing = tuple(absent[: self._policy.size - len(present)])
-        return TimedOutRound(self._remove(members), present, missing)
+        return tuple(absent[: self._policy.size - len(present)])

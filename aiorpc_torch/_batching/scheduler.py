@@ -39,6 +39,7 @@ class Batch(Generic[T]):
 
     items: tuple[T, ...]
     reason: Reason
+    weight: float = 0.0  # of its calls together, where that is bounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,9 +204,11 @@ class FillScheduler(Scheduler[T]):
         size, is_full = self._next_size(queue)
         if (reason := self._reason(queue, now, is_full=is_full)) is None:
             return None
-        items = tuple(islice(queue, size))
+        items, weight = tuple(islice(queue, size)), 0.0
+        if self._policy.max_weight is not None:
+            weight = sum(own for _, _, own in islice(queue.values(), size))
         self._remove(key, items)
-        return Batch(items, reason)
+        return Batch(items, reason, weight)
 
     def _reason(self, queue: _KeyQueue[T], now: float, *, is_full: bool) -> Reason | None:
         if is_full:

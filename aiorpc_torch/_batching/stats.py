@@ -4,8 +4,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from statistics import quantiles
+from typing import Any
 
 from .._aio.identity import WeakIdentityDict
+from .policies import Fill, Policy
 
 RECENT = 1024  # waiting times kept per function
 
@@ -24,7 +26,10 @@ class BatchStats:
         waiting: Calls that wait now.
         wait_p50: Seconds from a call's arrival to the start of its batch: median of recent calls.
         wait_p99: Seconds from a call's arrival to the start of its batch: 99th percentile.
-        fill: Average size of a batch divided by the size of a full one.
+        rows: Rows in these batches, if `concat=True` bounds them by `max_weight`; else None.
+        max_rows: Rows in a full batch, or None.
+        fill: Average size of a batch divided by the size of a full one: its rows by `max_rows`, or
+            else its calls by `size`.
     """
 
     batches: int
@@ -34,10 +39,15 @@ class BatchStats:
     waiting: int
     wait_p50: float | None
     wait_p99: float | None
+    rows: float | None = None
+    max_rows: float | None = None
     fill: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fill", self.mean / self.size)
+        found = self.mean / self.size
+        if self.rows is not None and self.max_rows:
+            found = self.rows / self.max_rows / max(1, self.batches)
+        object.__setattr__(self, "fill", found)
 
     @property
     def mean(self) -> float:
@@ -51,15 +61,27 @@ class BatchCounters:
 
     name: str
     size: int
+    has_rows: bool = False  # the weight of a call is its number of rows
+    max_rows: float | None = None
+    rows: float = 0.0
     queues: WeakIdentityDict[Sized, None] = field(default_factory=WeakIdentityDict)
     items: int = 0
     batches: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def count_batch(self, reason: str, waits: Sequence[float]) -> None:
+    def note_numbers(self, policy: Any) -> None:
+        """Note the numbers of a policy that are no functions of the object."""
+        size = policy.max_size if isinstance(policy, Fill) else policy.size
+        self.size = size if isinstance(size, int) else 1
+        limit = getattr(policy, "max_weight", None)
+        self.max_rows = limit if self.has_rows and isinstance(limit, int | float) else None
+
+    def count_batch(self, reason: str, waits: Sequence[float], rows: float = 0.0) -> None:
         """Count a batch that starts, and the seconds that each of its calls has waited."""
         self.batches += 1
+        if self.max_rows is not None:
+            self.rows += min(rows, self.max_rows)  # a larger call runs alone
         self.items += len(waits)
         self.reasons[reason] += 1
         self.waits.extend(waits)
@@ -77,9 +99,13 @@ class BatchCounters:
 _all_counters: WeakIdentityDict[BatchCounters, None] = WeakIdentityDict()
 
 
-def new_counters(name: str, size: int) -> BatchCounters:
-    """Return new counters, listed in `batch_stats` while they are alive."""
-    counters = BatchCounters(name, size)
+def new_counters(name: str, policy: Policy, *, has_rows: bool = False) -> BatchCounters:
+    """Return new counters, listed in `batch_stats` while they are alive.
+
+    Numbers that are functions of the object are known from the first call on.
+    """
+    counters = BatchCounters(name, 1, has_rows)
+    counters.note_numbers(policy)
     _all_counters.set(counters, None)
     return counters
 
@@ -102,7 +128,10 @@ def _snapshot(group: Sequence[BatchCounters]) -> BatchStats:
         waits += [*counters.waits]
     waits = waits[-RECENT:]
     percentiles = quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else waits * 99
+    limits = [each.max_rows for each in group if each.max_rows is not None]
     return BatchStats(
+        rows=sum(each.rows for each in group) if limits else None,
+        max_rows=max(limits, default=None),
         batches=sum(counters.batches for counters in group),
         items=sum(counters.items for counters in group),
         size=max(counters.size for counters in group),

@@ -54,7 +54,7 @@ class LocalWorker(Worker):
         """
         self._check_is_open()
         if name in self.peers and not self._node.pool.is_lost(name):
-            raise ValueError(f"two workers are called {name!r}: the first one is alive")
+            raise ValueError(f"two workers have the name {name!r}: the first one is alive")
         _check_for_children(self._config)
         config = replace(self._config, name=name, rank=-1, world_size=-1, join=True)
         await self._on_loop(self._supervisor.add(config, self._has_joined(name)))

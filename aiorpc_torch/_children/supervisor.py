@@ -151,7 +151,7 @@ class Supervisor:
             await self._stop_restarting(config.name)
             if self._is_joining(config.name):
                 first = "the first one is joining"
-                raise ValueError(f"two workers are called {config.name!r}: {first}")
+                raise ValueError(f"two workers have the name {config.name!r}: {first}")
             child = await self._begin(config)
             either, limit = (joining, child.ended), config.start_timeout + JOIN_GRACE
             await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -366,7 +366,7 @@ class Supervisor:
             self._restart(config, failure, pause)
         else:
             if death is not None:
-                log.warning("%s", printable(str(death)))
+                log.warning("%s; it is not started again", printable(str(death)))
             self._report(config.name, failure)
 
     def _pause(self, child: ChildProcess) -> float | None:

@@ -1,13 +1,14 @@
 """Results and errors that do not come in frames of results: torch's replies, and last frames."""
 
 import logging
+from types import MethodType
 from typing import Any, NoReturn, TypeGuard
 
 from .._context.recording import without_gradient_parts
 from .._text import printable
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
-from .._wire.exceptions import RemoteFailure
+from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.messages import decode_reply
 from .._wire.payloads import detach_data
 from .._wire.pickling import CallAborted
@@ -101,10 +102,20 @@ def is_interrupted(exc: BaseException | None) -> TypeGuard[WorkerGone]:
     return is_own(exc) and exc.may_return
 
 
+def _note_bound_method(exc: TypeError, function: Any) -> None:
+    """Add the remedy where the method of another object got the remote one as an argument."""
+    if isinstance(function, MethodType) and not isinstance(function.__self__, type):
+        name = function.__qualname__
+        try_add_note(exc, f"(this is a method of an object here: pass the class's, `{name}`)")
+
+
 def exception_of(answer: Any, target: Target) -> BaseException | None:
     """Return the exception that the answer to a call of `target` stands for, None for a value."""
     if type(answer) is RemoteFailure:
-        return answer.exception()
+        found = answer.exception()
+        if isinstance(found, TypeError) and "positional argument" in str(found):
+            _note_bound_method(found, getattr(target, "function", None))
+        return found
     if type(answer) is CallAborted:
         try:
             raise_aborted(answer, call_name(target))

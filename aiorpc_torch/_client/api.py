@@ -16,7 +16,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, ov
 import torch
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import checked_timeout
+from .._aio.deadlines import checked_call_timeout
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint
 from .._torch.compat import RRefBase, WorkerInfo
@@ -124,7 +124,7 @@ def remote(
         CallTimeout, WorkerGone, NotInWorld, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
-    bound = None if timeout is None else checked_timeout(timeout)
+    bound = None if timeout is None else checked_call_timeout(timeout)
     if more or others or retries or not isinstance(rref, RRefBase):
         return _remote(rref, bound, retries, more, others)
     found: Any = rref
@@ -554,7 +554,7 @@ async def fetch(
         CallTimeout, WorkerGone, NotInWorld, RemoteError: as `remote`.
     """
     found, own, retries = _of_handle(rref)
-    bound = own if timeout is None else checked_timeout(timeout)
+    bound = own if timeout is None else checked_call_timeout(timeout)
     if isinstance(found, RRefBase) and found.is_owner():
         return found.local_value()  # type: ignore[no-any-return]
 
@@ -575,5 +575,11 @@ def _no_rref(value: Any) -> TypeError:
         return TypeError(_NO_GROUP)
     return TypeError(
         "rref must be an RRef, as create() or torch returns it, got "
-        f"{described(value)}{await_hint(value)}"
+        f"{described(value)}{await_hint(value)}{_call_hint(value)}"
     )
+
+
+def _call_hint(value: Any) -> str:
+    """Return the remedy for a method that was not called: `remote(group.any)`."""
+    is_ours = isinstance(getattr(value, "__self__", None), Group | NamedMembers)
+    return f", which was not called: write `{value.__name__}()`" if is_ours else ""

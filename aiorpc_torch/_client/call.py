@@ -22,13 +22,14 @@ from .._aio.deadlines import (
     earlier,
 )
 from .._aio.items import ItemIterator, has_passed
+from .._aio.own_frames import without_own_frames
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
-from ..errors import CallTimeout, WorkerGone
-from .answers import raise_aborted
+from ..errors import CallTimeout, UnknownWorker, WorkerGone
+from .answers import exception_of
 from .connection import Connection
 from .pending import cancel, expire, foresee
 from .pool import WorkerRef, connection_to
@@ -159,6 +160,8 @@ class RemoteCall(LazyCall[Any]):
             connection = connection_to(self._worker)
         except WorkerGone as exc:
             raise self._not_sent(exc) from None
+        except UnknownWorker as exc:
+            raise without_own_frames(exc) from None
         due = bound = None
         if self._timeout is not None or current_deadline() is not None or ANYIO_BACKEND in modules:
             due, bound = self._bounds(connection)
@@ -174,7 +177,7 @@ class RemoteCall(LazyCall[Any]):
             if type(answer) in _FAILURES:
                 if has_passed(bound) and type(answer) is RemoteFailure:
                     yield  # if a scope's deadline has passed as well, the scope reports it
-                _raise(answer, self._target)
+                raise self._failure(answer)
             return answer
         except BaseException:
             cancel(future)
@@ -223,6 +226,16 @@ class RemoteCall(LazyCall[Any]):
         """Let the block that was entered go on after the deadline of its entry."""
         self._entered.outlive_deadline()
 
+    def _failure(self, answer: Any) -> BaseException:
+        """Return the exception of an answer; that of a keyword which no method has, with a hint."""
+        found = exception_of(answer, self._target)
+        assert found is not None
+        if isinstance(found, TypeError) and type(answer) is RemoteFailure:
+            for keyword in self._arguments[1].keys() & _HINTS.keys():
+                if f"keyword argument {keyword!r}" in str(found) or _NONE in str(found):
+                    try_add_note(found, _HINTS[keyword])
+        return found
+
     def _not_sent(self, exc: WorkerGone) -> WorkerGone:
         method = call_name(self._target)
         return type(exc)(exc.worker, exc.reason, method=method, may_have_run=False)
@@ -253,22 +266,13 @@ async def create_object(
 _FAILURES = frozenset((RemoteFailure, CallAborted))
 
 
-def _raise(answer: Any, target: Target) -> NoReturn:
-    if type(answer) is RemoteFailure:
-        try:
-            answer.raise_()
-        except TypeError as exc:
-            for keyword, hint in _HINTS.items():
-                if f"keyword argument {keyword!r}" in str(exc):
-                    try_add_note(exc, hint)
-            raise
-    raise_aborted(answer, call_name(target))
-
-
+_NONE = "takes no arguments"
 _HINTS = {
     "timeout": "(a deadline is no argument of the method: `with aiorpc_torch.timeout(5):` around "
     "the call, or `remote(rref, timeout=5)`)",
     "restarts": "(supervised() has no budget of its own: it is max_restarts= of the world)",
+    "args": "(arguments stand as in a plain call, `create(to, f, x, key=y)`: not args=(x,))",
+    "kwargs": "(arguments stand as in a plain call, `create(to, f, x, key=y)`: not kwargs={...})",
 }
 """Notes for a TypeError of a method that has no such parameter."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from .._aio.deadlines import deadline_in
 from .._endpoint.pauses import pause_object, settle_pause
 from .._handles.handles import of_handle
+from .._handles.mistakes import async_only
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, owner_name, rref_id
 from .._wire.ancestry import (
@@ -32,7 +33,7 @@ Member = tuple[str, Any]
 """The worker of an object, and its RRef."""
 
 
-@contextlib.asynccontextmanager
+@async_only
 async def paused(objects: Any) -> AsyncIterator[None]:
     """Let no calls of some objects run in this block but those that it makes.
 

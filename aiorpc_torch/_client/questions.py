@@ -41,6 +41,7 @@ KEPT = 1.0  # seconds that the answer for a call which is about to time out is k
 LATE_INTERVAL = 0.1  # seconds between two questions for calls that will time out
 
 Answer = Callable[[Sequence[Node]], None]
+_Then = Callable[[Sequence[Node] | None], None]
 
 
 class Questions:
@@ -50,7 +51,7 @@ class Questions:
         self._key, self._peer, self._pending = connection.key, connection.peer, connection.pending
         self._connection = connection
         self._ids = itertools.count()
-        self._asked: dict[int, Callable[[Sequence[Node] | None], None]] = {}
+        self._asked: dict[int, tuple[_Then, Sequence[asyncio.TimerHandle]]] = {}
         self._is_looking = False  # by torch RPC
         self._loop_lines: Sequence[Line] = ()  # at which the event loop of the peer stands
         self._late_soon: dict[int, float] = {}
@@ -78,11 +79,12 @@ class Questions:
             self._send(Question(next(self._ids), sent, [*path], limits), complete)
 
     def _send(self, question: Question, then: Callable[[Sequence[Node] | None], None]) -> None:
-        self._asked[question.id] = then
-        loop = asyncio.get_running_loop()
-        seconds = question.limits.seconds
-        loop.call_later(seconds / 3, self._look_at_loop, question.id)
-        loop.call_later(seconds, self._end, question.id, None)
+        loop, seconds = asyncio.get_running_loop(), question.limits.seconds
+        timers = (
+            loop.call_later(seconds / 3, self._look_at_loop, question.id),
+            loop.call_later(seconds, self._end, question.id, None),
+        )
+        self._asked[question.id] = then, timers
         self._connection.write(frame(WHERE, dump(question)))
 
     def _look_at_loop(self, question: int) -> None:
@@ -106,7 +108,10 @@ class Questions:
         self._end(*read_answer(data))
 
     def _end(self, question: int, answer: Sequence[Node] | None) -> None:
-        if (then := self._asked.pop(question, None)) is not None:
+        if (asked := self._asked.pop(question, None)) is not None:
+            then, timers = asked
+            for each in timers:
+                each.cancel()
             then(answer)
 
     def _named(self, node: Node) -> Node:

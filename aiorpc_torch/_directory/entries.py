@@ -363,5 +363,5 @@ _EXHAUSTED = (
 
 def taken(holder: Registration, other: Registration) -> str:
     """Return why a process is refused that has the name of a living worker."""
-    text = f"two workers are called {holder.name!r}: the first one is alive, {holder}"
+    text = f"two workers have the name {holder.name!r}: the first one is alive, {holder}"
     return f"{text}. Wait until it has ended, or end it, before {other} enters"

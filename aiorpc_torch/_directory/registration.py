@@ -85,7 +85,7 @@ class Registration:
         if text := self._conflict_of_ports(other):
             return text
         if other.name == self.name and other.rank != self.rank and not other.joined:
-            return f"two workers are called {self.name!r}: {other} and {self}"
+            return f"two workers have the name {self.name!r}: {other} and {self}"
         return ""
 
     def _conflict_of_ports(self, other: "Registration") -> str:

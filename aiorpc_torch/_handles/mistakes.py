@@ -1,12 +1,16 @@
 """Texts of errors for frequent mistakes: what to write instead."""
 
 import contextlib
-from collections.abc import Awaitable, Iterator
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from .._torch.compat import RRefBase
 from .._wire.exceptions import try_add_note
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def await_hint(value: Any) -> str:
@@ -27,6 +31,32 @@ class OnlyIterated:
 
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{self!r} cannot be iterated with `for`: write `async for`")
+
+
+class AsyncOnly(contextlib._AsyncGeneratorContextManager[T]):  # private to CPython (3.11 to 3.14)
+    """An asynchronous context manager that says so in a plain `with`."""
+
+    if not TYPE_CHECKING:  # type checkers report the mistake themselves
+
+        def __enter__(self) -> NoReturn:
+            name = self.func.__name__
+            raise TypeError(f"{name}() is asynchronous: write `async with {name}(...)`")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+
+def async_only(
+    function: Callable[P, AsyncIterator[T]],
+) -> Callable[P, contextlib._AsyncGeneratorContextManager[T]]:
+    """Decorate as `asynccontextmanager`, with an error that names the remedy for a plain `with`."""
+    generator: Any = function
+
+    @functools.wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> contextlib._AsyncGeneratorContextManager[T]:
+        return AsyncOnly(generator, args, kwargs)
+
+    return make
 
 
 def note_rref(exc: BaseException) -> None:

@@ -14,7 +14,7 @@ from .._client.pool import Outgoing
 from .._client.stream_reader import StreamReader
 from .._node.node import Node as Worker
 from .._wire.ancestry import BATCH
-from .._wire.standing import Limits, Node, Standings, standings_of
+from .._wire.standing import IDLE, Limits, Node, Standings, standings_of
 from .._wire.targets import call_name
 
 log = logging.getLogger("aiorpc_torch")
@@ -49,11 +49,22 @@ class LongWaits:
             long = [each for each in calls if now - each.receiver.started > LONG]
             if not long:  # it has ended between the two looks
                 continue
-            last, self._seen[connection] = self._seen.get(connection, -1), long[-1].number
-            new = [each.number for each in long if each.number > last and self._is_loud(each, now)]
-            if new:
-                ask = connection.questions.ask
-                call_soon(loop, ask, new[:MOST], (), LIMITS, _warn)
+            if new := self._loud(connection, long, now):
+                call_soon(loop, connection.questions.ask, new, (), LIMITS, _warn)
+
+    def _loud(self, connection: Connection, long: Sequence[Outgoing], now: float) -> list[int]:
+        """Return the numbers of the calls to warn of now; others may follow at the next look."""
+        found: list[int] = []
+        last = self._seen.get(connection, -1)
+        for call in long:
+            if call.number <= last:
+                continue
+            if len(found) == MOST:
+                break
+            self._seen[connection] = call.number
+            if self._is_loud(call, now):
+                found.append(call.number)
+        return found
 
     def _is_loud(self, call: Outgoing, now: float) -> bool:
         """Return whether to warn of a call that waits for long."""
@@ -77,5 +88,5 @@ class LongWaits:
 
 
 def _warn(nodes: Sequence[Node]) -> None:
-    if nodes:
-        log.warning("calls have waited for %.0f s:\n%s", LONG, Standings(standings_of(nodes)))
+    if found := [each for each in standings_of(nodes) if each.state != IDLE]:
+        log.warning("calls have waited for %.0f s:\n%s", LONG, Standings(found))

@@ -22,6 +22,7 @@ from .._version import __version__
 from ..errors import RpcError, WorkerLost
 from .counters import stats
 from .dump import stack_of
+from .gpus import gpu_use
 from .where import where_of
 
 OLDEST = 8  # calls of each connection in a snapshot
@@ -50,6 +51,10 @@ def take(node: Node, world: str, lag: LoopLag, thread: int, *, detail: bool) -> 
         "name": members.name,
         "world": world,
         "members": {each.name: each.rank for each in [*members.workers.values()]},
+        "processes": {each.name: each.worker_id for each in [*members.workers.values()]},
+        "coordinator": members.coordinator,
+        "restarts": members.restarts,
+        "gpus": gpu_use(),
         "lost": {name: _reason(error) for name, error in members.lost().items()},
         "left": [name for name, failure in members.told().items() if not failure],
         "stats": dataclasses.asdict(stats()),

@@ -12,7 +12,7 @@ from .._aio.loops import LoopFactory, new_event_loop
 from .._directory.registration import MAX_PROCESSES, Registration, check_worker_name
 from .._port.tls import Tls
 from .._server.exports import Export
-from .._torch.agent import process_worker_id
+from .._torch.agent import check_names_of_torch, process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
 from .._version import __version__
 
@@ -144,6 +144,7 @@ class WorkerConfig(NodeConfig):
         for option, names in (("transports", self.transports), ("channels", self.channels)):
             if names is not None and not is_list_of_names(names):
                 raise TypeError(f"{option} must be a list of names, got {names!r}")
+        check_names_of_torch(self.transports, self.channels)
         if not (self.initializer is None or callable(self.initializer)):
             raise TypeError(f"initializer must be a function, got {self.initializer!r}")
         normalize_device_maps(self.device_maps)

@@ -311,6 +311,7 @@ class Peers:
         workers: every worker by its name, and by its rank; this one too, which is always alive.
         peers: the others by name.
         coordinator: the worker that keeps the directory, as far as this one knows.
+        restarts: how often the process of this worker was started again.
     """
 
     def __init__(
@@ -321,6 +322,7 @@ class Peers:
         self.peers: dict[str, Peer] = {}
         self.is_attached = is_attached
         self.coordinator = ""
+        self.restarts = 0
         self._gone: deque[Peer] = deque()
         self._last_check = float("-inf")
         for member in members:

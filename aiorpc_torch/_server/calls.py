@@ -275,8 +275,7 @@ class RpcCall(ServerCall):
                 small = small_tensor(value) if type(value) is Tensor else plain_cell(value)
             kind, content = small or self._encode(value)
         except BaseException as exc:  # pickling a user's object may raise anything
-            try_add_note(exc, f"(while pickling the result of {self.name}{_stream_hint(value)})")
-            self.fail(exc)
+            self.fail(_explained(exc, value, self.name))
             return
         if small is None:
             self._finish(kind, content)
@@ -324,11 +323,14 @@ class RpcCall(ServerCall):
             self.session.send_result((self.number, kind, content), self.reply)
 
 
-def _stream_hint(value: Any) -> str:
-    if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        return f": {GENERATOR_HINT}"
-    is_manager = hasattr(type(value), "__aenter__")
-    return ": a context manager; use `async with`, not `await`" if is_manager else ""
+def _explained(exc: BaseException, result: Any, name: str) -> BaseException:
+    """Return the error of a result that cannot be pickled, or of an `await` of what is iterated."""
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
+        return TypeError(f"{name} is {GENERATOR_HINT}")
+    if hasattr(type(result), "__aenter__"):
+        return TypeError(f"{name} is a context manager; use `async with`, not `await`")
+    try_add_note(exc, f"(while pickling the result of {name})")
+    return exc
 
 
 class CreateCall(RpcCall):

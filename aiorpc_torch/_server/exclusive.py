@@ -24,7 +24,10 @@ T = TypeVar("T", bound=type)
 D = TypeVar("D", bound=Callable[..., Any])
 
 
-def exclusive(cls: T) -> T:
+_MISSING: Any = None
+
+
+def exclusive(cls: T = _MISSING) -> T:
     """Run one call at a time on each object of this class, in the order of arrival.
 
         @aiorpc.exclusive
@@ -48,7 +51,11 @@ def exclusive(cls: T) -> T:
             other workers.
     """
     if not isinstance(cls, type):
-        raise TypeError(f"exclusive decorates a class, got {cls!r}")
+        raise TypeError(
+            "exclusive decorates a class: write `@exclusive`, without parentheses"
+            if cls is None
+            else f"exclusive decorates a class, got {cls!r}"
+        )
     _limit_class(cls, 1, "exclusive")
     return cls
 
@@ -91,12 +98,15 @@ def max_concurrency(limit: int) -> Callable[[D], D]:
     return decorate
 
 
+_HEAP_TYPE = 1 << 9  # flag of classes that Python code has made
+
+
 def _limit_class(cls: Any, limit: int, name: str) -> None:
     if not cls.__weakrefoffset__:
-        raise TypeError(
-            f"{name} needs weak references to its instances: add '__weakref__' to the __slots__ of "
-            f"{cls.__name__}"
-        )
+        own = f"class My{cls.__name__.title()}({cls.__name__})"
+        slots = f"add '__weakref__' to the __slots__ of {cls.__name__}"
+        remedy = slots if cls.__flags__ & _HEAP_TYPE else f"decorate a class of yours, `{own}`"
+        raise TypeError(f"{name} needs weak references to its instances: {remedy}")
     if LIMIT in vars(cls):
         raise TypeError(f"{cls.__name__} has a limit already: it is exclusive, or max_concurrency")
     setattr(cls, LIMIT, limit)

@@ -31,7 +31,7 @@ from .._text import printable
 from .._turns.pause_queue import PauseQueue
 from .._turns.turns import Turn, Turns
 from .._wire.ancestry import BATCH, CallKey
-from .._wire.standing import BATCH as BEHIND_BATCH, LOCK, TURN, Key, Node, key_of
+from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, Key, Node, key_of
 from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of
@@ -120,6 +120,8 @@ class View:
             found.key = key_of(call.session.key, call.number)
             found.call_key = call.session.key, call.number
         self._describe_call(found, call)
+        if found.state == "waits" and hasattr(call.function, "__aiorpc_idles__"):
+            found.state = IDLE
         return found
 
     def _describe_call(self, found: Subject, call: ServerCall) -> None:
@@ -167,7 +169,7 @@ class View:
     def _describe_queued(self, found: Subject, queued: Any) -> None:
         """Describe a call in a batch, or in the queue of one."""
         if (batch := queued.batch()) is None:
-            found.state = f"waits for its batch; calls that wait: {len(queued.queue)}"
+            found.state = printable(queued.queue.why_waiting())
             for each in queued.queue.running():
                 found.holders.append((BEHIND_BATCH, False, self.of_batch(each, found.name)))
             return

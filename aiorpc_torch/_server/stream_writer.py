@@ -138,6 +138,15 @@ class StreamCall(RpcCall):
             self.abandon(asyncio.CancelledError())
             resume()
 
+    def fail(self, exc: BaseException) -> None:
+        stops = StopIteration, StopAsyncIteration
+        if isinstance(exc, stops) or isinstance(exc.__cause__, stops):
+            name = type(exc.__cause__ or exc).__name__
+            text = f"{self.name} has raised {name}: a generator ends with `return`"
+            failure = RuntimeError(text).with_traceback(exc.__traceback__)
+            failure.__cause__, exc = exc.__cause__, failure
+        super().fail(exc)
+
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         # Numbered as an item, so that the caller reads it after all items.
         if self.session.calls.pop(self.number, None) is not None:

@@ -11,7 +11,7 @@ from torch.distributed.rpc import functions
 from torch.futures import Future
 
 from .._endpoint.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
-from .._torch.compat import RemoteException
+from .._torch.compat import RemoteException, refuse_coroutines
 from .._torch.sendable import check_tensors
 from .._torch.tree import tensors_in
 from .._wire.messages import Arguments
@@ -19,6 +19,12 @@ from .calls import ServerCall
 
 COROUTINE = "__aiorpc_coroutine__"
 """Attribute of a function of `async_execution`: the `async def` behind it."""
+
+# What a client of torch gets else is "cannot pickle 'coroutine' object", behind it C++ frames.
+refuse_coroutines(
+    "is an `async def`: decorate it with @aiorpc_torch.async_execution for clients of torch RPC, "
+    "or call it by `await aiorpc_torch.call(...)` or `await aiorpc_torch.remote(rref)...`"
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")

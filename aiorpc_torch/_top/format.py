@@ -26,5 +26,10 @@ def size(value: int) -> str:
     return number(value) if value else "-"
 
 
+def share(value: float | None) -> str:
+    """Return a share in percent: "0%", "87%", "312%"; "-" for None."""
+    return "-" if value is None else f"{min(999, 100 * value):.0f}%"
+
+
 def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 or value == int(value) else f"{value:.1f}"

@@ -4,6 +4,7 @@ Rates and quantiles come from differences of cumulative counters and histograms.
 clock: samples carry their time.
 """
 
+import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,7 +67,10 @@ class Row:
         name: name of the worker.
         rank: its rank, -1 if it is unknown.
         pid: its pid, 0 without a process.
-        state: "ok", "blocked" (its event loop), "stopped" (by a signal), "silent" or "lost".
+        restarts: how often its process was started again.
+        is_coordinator: whether it keeps the directory.
+        state: "ok", "blocked" (its event loop), "stopped" (by a signal), "silent", "lost", or
+            "replaced" (another process has its place in the world).
         reason: why it is lost, to the workers of `lost_to`.
         lost_to: workers that have lost it. Its process may be there, stopped or cut off.
         silent: seconds since it has answered.
@@ -79,6 +83,9 @@ class Row:
         batch_size: calls in a batch, on average.
         p50: median seconds from a call's arrival to its answer.
         p99: the 99th percentile of it.
+        cpu: processors that it keeps busy: 1.0 is one; None if it is unknown.
+        gpu: share of time in which the CUDA devices that it uses have run a kernel, on average over
+            these; None without one, or without NVML.
         lag: seconds that its event loop was late.
         blocked: seconds for which its event loop has been blocked.
         function: function that blocks the loop.
@@ -95,6 +102,8 @@ class Row:
     name: str
     rank: int = -1
     pid: int = 0
+    restarts: int = 0
+    is_coordinator: bool = False
     state: str = "ok"
     reason: str = ""
     lost_to: Sequence[str] = ()
@@ -108,6 +117,8 @@ class Row:
     batch_size: float | None = None
     p50: float | None = None
     p99: float | None = None
+    cpu: float | None = None
+    gpu: float | None = None
     lag: float | None = None
     blocked: float = 0.0
     function: str = ""
@@ -124,6 +135,7 @@ class Track:
 
     def __init__(self) -> None:
         self.answers: deque[Sample] = deque()
+        self.cpu: deque[tuple[float, float]] = deque()  # times, and seconds of processor time
         self.last: Sample | None = None
         self.answered = 0.0  # time of the last answer, of the first look until there is one
 
@@ -134,6 +146,9 @@ class Track:
         if sample.data is not None or self.last is None:
             self.answered = sample.time
         self.last = sample
+        self.cpu.append((sample.time, sample.cpu))
+        while len(self.cpu) > 2 and self.cpu[0][0] < sample.time - RATE_WINDOW:
+            self.cpu.popleft()
         while len(self.answers) > 1 and self.answers[0].time < sample.time - WINDOW:
             self.answers.popleft()
 
@@ -168,6 +183,11 @@ class Track:
         first, last = recent[0], recent[-1]
         grown = _number(last.data or {}, path) - _number(first.data or {}, path)
         return max(0.0, grown / (last.time - first.time))
+
+    def busy(self) -> float | None:
+        """Return the processors that it keeps busy, None after less than two looks."""
+        (first, before), (last, now) = self.cpu[0], self.cpu[-1]
+        return max(0.0, (now - before) / (last - first)) if now and last > first else None
 
     def durations(self) -> dict[str, Counter[int]]:
         """Return the histograms of the calls that were answered in the window, by method."""
@@ -217,11 +237,25 @@ class History:
         """
         snapshots = [track.data for track in self.tracks.values() if track.data]
         rows = _placed([row_of(track) for track in self.tracks.values()], snapshots)
-        rows = _with_losses(rows, self.tracks.values())
+        rows = _with_losses(self._with_replaced(rows), self.tracks)
         if of_pid is not None:
             worlds = {each.world for each in rows if each.pid == of_pid}
             rows = [each for each in rows if each.world in worlds]
         return sorted(rows, key=lambda row: (row.world, row.rank < 0, row.rank, row.name))
+
+    def _with_replaced(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows; those of processes that another one has replaced have that state."""
+        newest: dict[tuple[str, str], int] = {}
+        for data in (track.data for track in self.tracks.values() if track.data):
+            for name, process in data.get("processes", {}).items():
+                key = data["world"], name
+                newest[key] = max(process, newest.get(key, process))
+        found = []
+        for row in rows:
+            own = self.tracks[row.key].data.get("processes", {}).get(row.name)
+            is_old = own is not None and own < newest[row.world, row.name]
+            found.append(replace(row, state="replaced") if is_old else row)
+        return found
 
 
 def _placed(rows: Iterable[Row], snapshots: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -235,11 +269,12 @@ def _placed(rows: Iterable[Row], snapshots: Sequence[Mapping[str, Any]]) -> list
     return found
 
 
-def _with_losses(rows: Iterable[Row], tracks: Iterable[Track]) -> list[Row]:
+def _with_losses(rows: Iterable[Row], tracks: Mapping[str, Track]) -> list[Row]:
     """Return the rows, and those of lost members without a process, with what peers say of them."""
     found = [*rows]
-    at = {(row.world, row.name): position for position, row in enumerate(found)}
-    for track in tracks:
+    old = {row.key for row in found if row.state == "replaced"}  # what it knows is of its past
+    at = {(row.world, row.name): n for n, row in enumerate(found) if row.key not in old}
+    for track in (each for key, each in tracks.items() if key not in old):
         for name, reason in track.data.get("lost", {}).items():
             key, rank = (track.data["world"], name), track.data["members"].get(name, -1)
             position = at.setdefault(key, len(found))
@@ -271,6 +306,8 @@ def row_of(track: Track) -> Row:
         name=name,
         rank=data.get("members", {}).get(name, -1),
         pid=last.pid or data.get("pid", 0),
+        restarts=data.get("restarts", 0),
+        is_coordinator=data.get("coordinator") == name,
         state=state,
         silent=silent,
         incoming=track.rate("stats", "served"),
@@ -282,6 +319,8 @@ def row_of(track: Track) -> Row:
         batch_size=sum(e.rate * e.size for e in functions) / batches if batches else None,
         p50=quantile(every, 0.5),
         p99=quantile(every, 0.99),
+        cpu=track.busy(),
+        gpu=statistics.fmean(gpus) if (gpus := data.get("gpus", {}).values()) else None,
         lag=loop.get("lag"),
         blocked=loop.get("blocked", 0.0),
         function=loop.get("function", ""),
@@ -355,6 +394,8 @@ SORTS = {
     "b": "batches",
     "p": "p99",
     "l": "lag",
+    "c": "cpu",
+    "g": "gpu",
     "m": "memory",
 }
 """The keys that sort, and the columns; "r" and "n" sort upwards, the others downwards."""

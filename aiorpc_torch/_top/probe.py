@@ -34,6 +34,7 @@ _TOKEN_LENGTH = 17  # of the name of a socket, before the name of the worker
 # The kernel takes 7 ms for the pages of a worker: a few workers are read in each look, in turn.
 MEMORY_INTERVAL = 10.0  # seconds between two reads of one worker's memory
 MEMORY_READS = 8  # in one look
+_TICKS = os.sysconf("SC_CLK_TCK")  # in a second of processor time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Sample:
         silent: seconds since it was asked, if it has not answered.
         pid: its pid, 0 if it is unknown here.
         state: letter of its state in /proc: "T" is a stopped process.
+        cpu: seconds of processor time that it has taken.
         memory: bytes of its own, 0 if they are unknown. Pages that forked children share with the
             process that forked them are not its own.
     """
@@ -59,6 +61,7 @@ class Sample:
     silent: float = 0.0
     pid: int = 0
     state: str = "?"
+    cpu: float = 0.0
     memory: int = 0
 
 
@@ -179,8 +182,8 @@ class Prober:
             silent = now - request.started
         else:
             self._requests.pop(name).close()
-        pid = request.pid
-        return Sample(name, worker, now, data, silent, pid, _state(pid), self._memory[name][1])
+        pid, memory = request.pid, self._memory[name][1]
+        return Sample(name, worker, now, data, silent, pid, *_state_and_cpu(pid), memory)
 
 
 class _Request:
@@ -240,11 +243,13 @@ def _readable(descriptors: Iterable[int], timeout: float) -> list[int]:
     return [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
 
 
-def _state(pid: int) -> str:
+def _state_and_cpu(pid: int) -> tuple[str, float]:
+    """Return the letter of a process's state, and the seconds of processor time of its threads."""
     with contextlib.suppress(OSError, IndexError):
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return text.rpartition(")")[2].split()[0]
-    return "?"
+        fields = text.rpartition(")")[2].split()
+        return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
+    return "?", 0.0
 
 
 def _own_memory(pid: int) -> int:

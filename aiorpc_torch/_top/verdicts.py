@@ -12,10 +12,10 @@ from typing import Literal
 from .format import seconds
 from .model import History, Row, Track
 
-Kind = Literal["lost", "stopped", "silent", "blocked", "held", "grows", "slow", "waits"]
+Kind = Literal["lost", "replaced", "stopped", "silent", "blocked", "held", "grows", "slow", "waits"]
 
 KINDS: tuple[Kind, ...] = (
-    *("lost", "stopped", "silent", "blocked"),
+    *("lost", "replaced", "stopped", "silent", "blocked"),
     *("held", "grows", "slow", "waits"),
 )
 HELD = 0.25  # seconds of lag that are told although no method is known for it
@@ -59,7 +59,10 @@ def _of_state(row: Row) -> Iterator[Verdict]:
     elif row.lost_to:
         text = f"is lost to {_names(row.lost_to)}: {row.reason}"
         yield Verdict("lost", row.world, row.name, text)
-    if row.state == "stopped":
+    if row.state == "replaced":
+        text = f"process {row.pid} is out of its world, where another has its place: end it"
+        yield Verdict("replaced", row.world, row.name, text)
+    elif row.state == "stopped":
         text = f"is stopped by a signal; continue it with: kill -CONT {row.pid}"
         yield Verdict("stopped", row.world, row.name, text)
     elif row.state == "silent":

@@ -12,11 +12,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .format import number, seconds, size
+from .format import number, seconds, share, size
 from .model import SORTS, Row, by_world, nobody, sort_rows
 from .verdicts import Verdict
 
 WIDE = 100  # columns from which there is place for what a worker waits for
+WIDEST = 125  # for all columns
 MOST_VERDICTS = 8
 FRAMES = 4  # of a call's stack
 STYLES = {
@@ -25,27 +26,35 @@ STYLES = {
     "stopped": "bold red",
     "silent": "bold red",
     "lost": "bold red",
+    "replaced": "red",
     "held": "red",
     "grows": "yellow",
     "slow": "yellow",
     "waits": "cyan",
 }
-COLUMNS = (  # title, width, key of `SORTS`
-    ("state", 7, ""),
-    ("in/s", 5, "i"),
-    ("out/s", 5, "u"),
-    ("wait", 4, "w"),
-    ("oldst", 5, "o"),
-    ("bat/s", 5, "b"),
-    ("size", 4, ""),
-    ("p50", 5, ""),
-    ("p99", 5, "p"),
-    ("lag", 5, "l"),
-    ("mem", 4, "m"),
-    ("seg", 3, ""),
+COLUMNS = (  # title, width, key of `SORTS`, columns of a terminal from which it is shown
+    ("state", 7, "", 0),
+    ("in/s", 5, "i", 0),
+    ("out/s", 5, "u", 0),
+    ("wait", 4, "w", 0),
+    ("oldst", 5, "o", 0),
+    ("bat/s", 5, "b", 0),
+    ("size", 4, "", WIDEST),
+    ("p50", 5, "", 0),
+    ("p99", 5, "p", 0),
+    ("lag", 5, "l", 0),
+    ("cpu", 4, "c", 0),
+    ("gpu", 4, "g", 0),
+    ("mem", 4, "m", 0),
+    ("seg", 3, "", WIDEST),
+    ("pid", 7, "", WIDEST),
+    ("rst", 3, "", WIDEST),
 )
+FROM_OUTSIDE = "cpu", "pid"  # columns that need no answer of the process
 HELP = "↑↓ enter open  q quit  sort: "
-SORT_WORDS = ("rank", "name", "in", "out", "wait", "oldest", "bat", "p99", "lag", "mem")
+SORT_WORDS = (
+    *("rank", "name", "in", "out", "wait", "old", "bat", "p99", "lag", "cpu", "gpu", "mem"),
+)
 
 
 @dataclass
@@ -121,7 +130,7 @@ def _help() -> Text:
     return found
 
 
-def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict], width: int = WIDE) -> None:
+def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict], width: int = WIDEST) -> None:
     """Draw the picture once, as SVG."""
     console = Console(record=True, file=io.StringIO(), width=width, force_terminal=True)
     console.print(
@@ -162,8 +171,10 @@ def _tables(screen: Screen, rows: Sequence[Row], width: int, room: int) -> list[
         if isinstance(line, Text):  # as wide as the terminal
             found += [line, table := _table(screen, width)]
             continue
-        kept = line if width >= WIDE else line[: 1 + len(COLUMNS)]
-        table.add_row(*kept, style="reverse" if is_selected else "")
+        name, *cells, waits = line
+        kept = [each for each, (*_, least) in zip(cells, COLUMNS, strict=True) if width >= least]
+        more = [waits] if width >= WIDE else []
+        table.add_row(name, *kept, *more, style="reverse" if is_selected else "")
     return found
 
 
@@ -172,14 +183,16 @@ def _table(screen: Screen, width: int, *, is_header: bool = False) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
     table.show_header = is_header
     table.add_column("worker", ratio=1, min_width=9, no_wrap=True)
-    for title, columns, key in COLUMNS:
+    shown = [each for each in COLUMNS if width >= each[-1]]
+    for title, columns, key, _ in shown:
         is_sorted = key and key == screen.sort
         style = "bold reverse" if is_sorted else "bold"
         table.add_column(
             Text(title, style=style), width=columns, no_wrap=True, justify="right", overflow="crop"
         )
     if width >= WIDE:
-        table.add_column("waits for", no_wrap=True, width=width - 84)
+        rest = width - sum(1 + columns for _, columns, *_ in shown) - 15
+        table.add_column("waits for", no_wrap=True, width=rest)
     return table
 
 
@@ -209,14 +222,19 @@ def _cells(row: Row) -> list[RenderableType]:
     numbers = (
         *(number(row.incoming), number(row.outgoing), number(row.waiting), seconds(row.oldest)),
         *(number(row.batches), number(row.batch_size), seconds(row.p50), seconds(row.p99)),
-        *(seconds(row.lag), size(row.memory), number(row.segments)),
+        *(seconds(row.lag), share(row.cpu), share(row.gpu), size(row.memory), number(row.segments)),
+        *(str(row.pid or "-"), str(row.restarts)),
     )
-    is_known = row.state in ("ok", "blocked")
+    titles = (title for title, *_ in COLUMNS[1:])
+    answers = row.state in ("ok", "blocked")
     waits = ", ".join(f"{e.worker} {seconds(e.age)}" for e in row.waits if e.method)
     return [  # a str would be read as rich's markup, and ":cat:" as an emoji
-        Text(row.name),
-        Text(row.state, style=STYLES[row.state]),
-        *(each if is_known else "-" for each in numbers),
+        Text(f"{row.name}{'*' * row.is_coordinator}"),
+        Text("old" if row.state == "replaced" else row.state, style=STYLES[row.state]),
+        *(
+            each if answers or title in FROM_OUTSIDE else "-"
+            for title, each in zip(titles, numbers, strict=True)
+        ),
         Text(waits),
     ]
 
@@ -227,7 +245,9 @@ def _cells(row: Row) -> list[RenderableType]:
 def _detail(
     row: Row, verdicts: Iterable[Verdict], data: Mapping[str, Any]
 ) -> Iterable[RenderableType]:
-    yield Text.assemble((row.name, "bold"), f"  rank {row.rank}  pid {row.pid}  {row.state}")
+    more = f"  restarts {row.restarts}{'  keeps the directory' * row.is_coordinator}"
+    more += f"  cpu {share(row.cpu)}  gpu {share(row.gpu)}"
+    yield Text.assemble((row.name, "bold"), f"  rank {row.rank}  pid {row.pid}  {row.state}{more}")
     yield from map(_verdict_line, verdicts)
     if row.state == "blocked":
         yield Text("stack of the event loop's thread, the innermost frame first:", style="bold")

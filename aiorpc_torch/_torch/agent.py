@@ -100,6 +100,24 @@ class Routes(Protocol):
         """Free the address of a peer, whose process has ended."""
 
 
+def check_names_of_torch(transports: Sequence[str] | None, channels: Sequence[str] | None) -> None:
+    """Raise ValueError for a transport or a channel that torch does not have."""
+    for name in transports or ():
+        try:
+            rpc.TensorPipeRpcBackendOptions(_transports=[name])
+        except RuntimeError:
+            raise ValueError(
+                f"torch has no transport {name!r}: transports are uv, shm and, with InfiniBand, ibv"
+            ) from None
+    for name in channels or ():
+        try:
+            rpc.TensorPipeRpcBackendOptions(_channels=[name])
+        except RuntimeError:
+            raise ValueError(
+                f"torch has no channel {name!r}: channels are basic, cma, mpt_uv and those of CUDA"
+            ) from None
+
+
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 

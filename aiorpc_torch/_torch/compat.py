@@ -6,10 +6,12 @@ Without one of them the import fails with an error that names the supported vers
 import ctypes
 import functools
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import CoroutineType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,7 +60,12 @@ try:
     from torch.autograd import profiler as _profiler
     from torch.distributed import autograd as _autograd, rpc as _rpc
     from torch.distributed.rpc import api as _api
-    from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
+    from torch.distributed.rpc.internal import (
+        PythonUDF,
+        RemoteException,
+        _internal_rpc_pickler as _pickler,
+        serialize,
+    )
     from torch.jit import _state as _jit_state
     from torch.jit._recursive import wrap_cpp_module
     from torch.jit._script import ScriptMeta, _CachedForward as CachedForward
@@ -99,6 +106,29 @@ def refuse_rpc(refuse: Callable[[], None]) -> None:
 
     _api._is_current_rpc_agent_set = refuse_all  # type: ignore[attr-defined, assignment]
     RRefBase.to_here = RRefBase._get_type = refuse_all  # type: ignore[assignment, method-assign]
+
+
+def refuse_coroutines(text: str) -> None:
+    """Let torch's RPC say `text`, with the name of the function, for a coroutine as a result."""
+
+    def refuse(coroutine: "CoroutineType[Any, Any, Any]") -> NoReturn:
+        coroutine.close()  # else Python warns, too
+        raise TypeError(f"{coroutine.__qualname__} {text}")
+
+    _pickler._register_reducer(CoroutineType, refuse)  # type: ignore[no-untyped-call]
+
+
+def watch_rpc(on_call: Callable[[], None]) -> None:
+    """Let torch's `rpc_sync`, `rpc_async` and `remote` call `on_call` before they send."""
+    is_set = _api._is_current_rpc_agent_set  # type: ignore[attr-defined]
+
+    def watched() -> bool:
+        function = sys._getframe(1).f_locals.get("func")
+        if function is not None and function.__name__ in ("rpc_sync", "rpc_async", "remote"):
+            on_call()
+        return bool(is_set())
+
+    _api._is_current_rpc_agent_set = watched  # type: ignore[attr-defined]
 
 
 def worker_names() -> set[str]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from .._aio.own_frames import behind_own_frames, keep_own_frames
 from ..errors import (
     GroupError,
     RemoteError,
@@ -196,9 +197,8 @@ def _summary(exc: BaseException) -> str:
 
 
 def _text(exc: BaseException) -> str:
-    # The first frame is our own, which called the user's code: leave it out.
-    where = exc.__traceback__
-    where = where and (where.tb_next or where)
+    if (where := behind_own_frames(exc.__traceback__)) is None:  # a wrong name, or no such argument
+        keep_own_frames(exc)
     try:
         return "".join(traceback.format_exception(type(exc), exc, where))
     except BaseException:

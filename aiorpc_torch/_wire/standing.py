@@ -27,6 +27,10 @@ CALL, LOCK, TURN, BATCH = "call", "lock", "turn", "batch"
 """Reasons to wait for a call: for its result, or the lock, the turn or the batch that it has."""
 
 
+IDLE = "waits for what comes next"
+"""State of a call that waits for long without a fault: of a follower, for the next version."""
+
+
 def key_of(session: SessionKey, number: int) -> Key:
     """Return the key of a call of a session."""
     return *session, number
@@ -168,7 +172,7 @@ def _checked(node: Node) -> Node:
 # ── what users see ──────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Standing:
     """A call that has not ended: where it stands, and what it waits for. `str()` shows all of it.
 
@@ -205,6 +209,10 @@ class Standing:
     is_again: bool
     waits_for: "tuple[Standing, ...]"
 
+    def __repr__(self) -> str:
+        more = ", ".join(each.name for each in self.waits_for)
+        return f"<Standing {self.name}: {self.state}{f', for {more}' if more else ''}>"
+
     def __str__(self) -> str:
         return "\n".join(_text_of((self,)))
 
@@ -219,6 +227,18 @@ class Standing:
         The last one is the first one again. One of them with `is_certain` False may end by itself.
         """
         return _deadlocks((self,))
+
+
+class Deadlock(tuple[Standing, ...]):
+    """Calls of which each waits for the next; the last one is the first one again."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return _deadlock_text(self)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
 class Standings(tuple[Standing, ...]):
@@ -304,7 +324,7 @@ def _deadlocks(calls: Sequence[Standing]) -> list[tuple[Standing, ...]]:
     found: dict[frozenset[Key], tuple[Standing, ...]] = {}
     for call in calls:
         for circle in _circles(call, ()):
-            found.setdefault(frozenset(each.id for each in circle), circle)
+            found.setdefault(frozenset(each.id for each in circle), Deadlock(circle))
     return [*found.values()]
 
 

@@ -18,7 +18,7 @@ CALL = "__call__"
 """The method by which an object itself is called, the only one that begins with an underscore."""
 
 GENERATOR_HINT = "a generator; use `async for`, not `await`"
-"""Part of the note of an error: the method of an awaited call is a generator."""
+"""Part of an error: the method of an awaited call is a generator."""
 
 ObjectRef = Union[RRefId, "RRefBase[Any]"]
 """The object of a call: its RRef id, or an RRef that only torch can resolve."""

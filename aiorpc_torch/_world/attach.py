@@ -14,6 +14,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import anyio
+import torch
 
 from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.tasks import run_to_end
@@ -101,6 +102,7 @@ async def attach(
         raise RuntimeError(f"{entry_points.IN_A_WORLD}: {entry_points.how_to_leave()}")
     if not is_running():
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
+    _warn_of_many_threads()
     host = await start_step(functools.partial(_host, interface), start_timeout)
     attached = _Attached(config, Peers(agent_name(), is_attached=True))
     # Before torch's table is read: no later change of it is missed.
@@ -116,6 +118,17 @@ async def attach(
             raise
         else:
             await attached.leave(stop_timeout)
+
+
+def _warn_of_many_threads() -> None:
+    """Log that each process of this host uses all its cores, which a launcher would prevent."""
+    threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ and threads > 1:
+        log.warning(
+            "%s: OMP_NUM_THREADS is not set, so torch computes with %d threads in this process. If "
+            "others run on this machine, set it before Python starts: to 1, or each one's cores",
+            *(agent_name(), threads),
+        )
 
 
 def _host(interface: str | None) -> str | None:

@@ -13,18 +13,25 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+from .._aio.own_frames import has_user_frames, without_own_frames
 from .._aio.tasks import StepContext
 from .._endpoint import entry_points
+from .._handles.mistakes import AsyncOnly
 
 P = ParamSpec("P")
 W = TypeVar("W")
 
 
-class _World(contextlib._AsyncGeneratorContextManager[W]):  # private to CPython (3.11 to 3.14)
+class _World(AsyncOnly[W]):
     _closer: AsyncGenerator[None] | None = None
 
     async def __aenter__(self) -> W:
-        me = await StepContext(_generators_hidden, super().__aenter__())
+        try:
+            me = await StepContext(_generators_hidden, super().__aenter__())
+        except (TypeError, ValueError) as exc:  # a wrong argument: whose frames would help?
+            if has_user_frames(exc.__traceback__):
+                raise
+            raise without_own_frames(exc) from exc.__cause__
         entry_points.keep(self)
         self._closer = self._leave_with_loop()
         await anext(self._closer)  # from now on the loop knows it

@@ -69,10 +69,10 @@ class Worker:
     _leave: Leave | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     @classmethod
-    def _of(cls, node: Node, restarts: int = 0, **more: Any) -> Self:
+    def _of(cls, node: Node, **more: Any) -> Self:
         """Return the worker of a node whose members are known."""
         own = node.members.own
-        return cls(own.name, own.rank, restarts, _node=node, **more)
+        return cls(own.name, own.rank, node.members.restarts, _node=node, **more)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -508,7 +508,8 @@ async def _running(
         if registration.entry:
             for peer in await directory.entered():
                 node.membership.probe(peer)
-        me = Worker._of(node, registration.restarts, _leave=shutdown.leave_alone)
+        node.members.restarts = registration.restarts
+        me = Worker._of(node, _leave=shutdown.leave_alone)
         log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":

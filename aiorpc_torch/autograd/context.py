@@ -7,6 +7,8 @@ calls.
 
 import asyncio
 import contextlib
+import functools
+import warnings
 from collections.abc import Awaitable, Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +19,14 @@ from .._aio.interruption import interruptible
 from .._aio.threads import ThreadCache, run_in_thread
 from .._client.pool import current as current_pool
 from .._context.recording import ContextRecord, current_record, enter_record, wait_until_settled
-from .._torch.compat import backward, get_gradients, new_context, release_context
+from .._torch.compat import (
+    backward,
+    current_context_id,
+    get_gradients,
+    new_context,
+    release_context,
+    watch_rpc,
+)
 from .._torch.transport import enter_context_id
 from .._wire.exceptions import try_add_note
 from ..errors import CallTimeout, RpcError, WorkerGone
@@ -33,6 +42,29 @@ PEER_LOSS_DELAY = 0.5  # seconds for the membership to name the worker that brok
 
 _OF_PLAIN_BACKWARD = "graphTask_ INTERNAL ASSERT FAILED"
 """Part of torch's error of `loss.backward()` through the result of a recorded call (2.14)."""
+
+
+@functools.cache
+def _watch_torch() -> None:
+    """From now on, warn once of a call by torch's RPC in a context of this module."""
+    watch_rpc(_warn_if_unrecorded)
+
+
+def _warn_if_unrecorded() -> None:
+    global _has_warned
+    recording = current_record()
+    if _has_warned or recording is None or not recording.is_open or current_context_id() >= 0:
+        return
+    _has_warned = True
+    warnings.warn(
+        "a call by torch's RPC in an autograd context of aiorpc_torch is not recorded: no gradient "
+        "flows through it. Write `await aiorpc_torch.remote(rref).forward(x)`",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+_has_warned = False
 
 
 class Context:
@@ -64,6 +96,7 @@ class Context:
         if self._recording is not None:
             raise RuntimeError("an autograd context can be opened once: make a new one")
         current_pool()
+        _watch_torch()
         with enter_context_id(-1):  # torch makes no context in a thread that has one
             self._recording = ContextRecord(new_context()._context_id())
         self._outer = current_record()

@@ -42,7 +42,7 @@ def serve_metrics(
         ValueError: if the certificate is not valid with its authority.
     """
     try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
     except ImportError as exc:
         raise ImportError(
             "serve_metrics needs prometheus_client: pip install 'aiorpc_torch[prometheus]'"
@@ -54,6 +54,7 @@ def serve_metrics(
     recorder, lag = Recorder(), _loop_lag()
     registry = CollectorRegistry()
     registry.register(Metrics(recorder, lag))
+    ProcessCollector(registry=registry)  # CPU, memory and descriptors of this process
     try:
         listening = listen(host, port)
     except OSError as exc:

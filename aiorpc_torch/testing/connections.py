@@ -127,7 +127,11 @@ def set_flow_limits(
 
     Raises:
         NotInWorld, UnknownWorker, WorkerGone: as `connection`.
+        ValueError: if a limit is not positive.
     """
+    for name, limit in {"calls": calls, "size": size, "interval": interval}.items():
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name} must be positive, got {limit!r}")
     window = pool.connection_to(worker).window
     window.max_calls = window.max_calls if calls is None else calls
     window.max_bytes = window.max_bytes if size is None else size

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import NotInWorld, WorkerGone, WorkerLeft
+from .._gauges import measure
 from .holds import Holds
 from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, needed_by, place
@@ -107,6 +108,8 @@ class Follower:
         self._loop = asyncio.get_running_loop()
         on_version = None if poll is None else self._put_in
         self._receiver = Receiver(name, on, poll, on_version, host, needed_by(into))
+        self._changed = time.monotonic()
+        measure(self, name)
 
     def __repr__(self) -> str:
         return f"<Follower of version {self.version}, {self._receiver!r}>"
@@ -212,7 +215,11 @@ class Follower:
         tree = snapshot.load()
         place(tree, self._into, copy=self._copy)
         self.version, self.state = number, tree
-        self.pause = time.perf_counter() - begun
+        self.pause, self._changed = time.perf_counter() - begun, time.monotonic()
+
+    def _numbers(self) -> dict[str, float]:
+        age = time.monotonic() - self._changed
+        return {"aiorpc_follower_version": self.version, "aiorpc_follower_age_seconds": age}
 
     def _check(self) -> None:
         self._receiver.check_open()

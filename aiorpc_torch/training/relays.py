@@ -20,7 +20,7 @@ from .. import NotInWorld, RRef, register, remote, unregister
 from .._aio.host import this_host
 from .shards import Box, Wanted, has_all, union
 from .snapshots import Snapshot
-from .waiting import ends_at_leave
+from .waiting import ends_at_leave, idles
 
 IDLE = 60.0
 """Seconds after which the version that is held is dropped unless a follower asks for one."""
@@ -83,6 +83,7 @@ class Relay:
         self._waiting: Counter[asyncio.Task[None]] = Counter()
         self._idle: asyncio.TimerHandle | None = None
 
+    @idles
     @ends_at_leave
     async def after(self, seen: int, has: Collection[str], wanted: Wanted) -> Version:
         """Wait until a version is newer than `seen`; return the newest that is here."""

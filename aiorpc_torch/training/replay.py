@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from .._gauges import measure
 from .admission import Ticket
 from .numbers import is_count
 from .ratio import SampleLimit
@@ -91,6 +92,7 @@ class Replay:
         self._inserts, self._samples = Line(), Line()
         self._inserted = self._sampled = 0
         self._version: int | None = None
+        measure(self)
 
     def __repr__(self) -> str:
         waiting = f"{len(self._inserts)} inserts and {len(self._samples)} samples waiting"
@@ -153,6 +155,20 @@ class Replay:
         if self._limit is not None:
             self._limit.sample(size)
         self._notify()
+        return found
+
+    def _numbers(self) -> dict[str, float]:
+        inserted, sampled = self._inserted, self._sampled
+        found = {
+            "aiorpc_replay_inserted": inserted,
+            "aiorpc_replay_sampled": sampled,
+            "aiorpc_replay_samples_per_insert": sampled / inserted if inserted else 0.0,
+            "aiorpc_replay_waiting_inserts": len(self._inserts),
+            "aiorpc_replay_waiting_samples": len(self._samples),
+        }
+        storage: Any = self.storage
+        if hasattr(storage, "__len__"):
+            found["aiorpc_replay_items"] = len(storage)
         return found
 
     def _add(self, item: Any) -> None:

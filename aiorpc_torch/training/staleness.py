@@ -5,6 +5,7 @@ import secrets
 import weakref
 from collections.abc import AsyncIterator, Iterator
 
+from .._gauges import measure
 from .admission import Admission, Ticket
 from .waiting import Changes, Line, ends_at_leave
 
@@ -41,6 +42,7 @@ class StalenessLimit:
         _limits[self._name] = self
         self._rollouts = Line()
         self._announcements = Changes()
+        measure(self)
 
     def __repr__(self) -> str:
         return (
@@ -113,6 +115,13 @@ class StalenessLimit:
             yield
         finally:
             self._admission.unpark(ticket)
+
+    def _numbers(self) -> dict[str, float]:
+        return {
+            "aiorpc_staleness_versions": self.staleness,
+            "aiorpc_staleness_rollouts": self.in_flight,
+            "aiorpc_staleness_waiting_rollouts": len(self._rollouts),
+        }
 
     def _notify(self) -> None:
         self._rollouts.notify()

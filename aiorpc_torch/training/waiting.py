@@ -25,6 +25,12 @@ def ends_at_leave(function: F) -> F:
     return function
 
 
+def idles(function: F) -> F:
+    """Let calls that wait for long be no reason for a warning: they wait for the next version."""
+    vars(function)["__aiorpc_idles__"] = True  # for the server
+    return function
+
+
 async def _bounded(future: "asyncio.Future[None]", what: str, state: object) -> None:
     """Wait for a future until the deadline.
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
+from .._gauges import measure
 from .joining import Cuts
 from .relays import Hosts, Version, version_of
 from .shards import Slice, Wanted
@@ -20,7 +21,7 @@ from .snapshots import (
     snapshot_in_thread,
 )
 from .versions import Versions
-from .waiting import Changes, Line, ends_at_leave
+from .waiting import Changes, Line, ends_at_leave, idles
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -64,6 +65,7 @@ class Weights:
         self._cuts, self._cutting = Cuts(), asyncio.Lock()
         self._is_publishing = False
         self._is_overtaken = False
+        measure(self)
 
     def __repr__(self) -> str:
         return f"<Weights version {self.version}>"
@@ -122,6 +124,7 @@ class Weights:
         relay = self._hosts.relay_for(host, worker, lost)
         return relay, f"relay {self._token}"
 
+    @idles
     @ends_at_leave
     async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:
         """Wait for version `least`; return the numbers of the oldest and the newest that is kept.
@@ -142,6 +145,7 @@ class Weights:
         """
         return self._versions.get(number).slices()
 
+    @idles
     @ends_at_leave
     async def after(
         self, seen: int, has: Collection[str] = (), wanted: Wanted = NOTHING
@@ -172,6 +176,9 @@ class Weights:
                 cut = functools.partial(self._cuts.cut, version, wanted)
                 version = await in_thread(cut, version.size)
         return version_of(number, version, has)
+
+    def _numbers(self) -> dict[str, float]:
+        return {"aiorpc_weights_version": self.version}
 
     def _see(self, number: int) -> None:
         if number > self._versions.newest and not self._is_overtaken:

@@ -49,7 +49,7 @@ def stages(device: str) -> list[Stage]:
             "test_staging_internals.py",
             "test_forkserver.py",
         ),
-        tests("collate", 50.0, "test_cuda_collate.py", "test_cuda_collate_internals.py"),
+        tests("collate", 50.0, "test_cuda_collate.py", "test_cuda_collate_internals.py", "test_utilisation.py"),
         tests("switches", 90.0, "test_left_out.py"),
         tests("programs", 70.0, "test_programs.py"),
         Stage("benchmark", 60.0, [sys.executable, "-m", *benchmark]),

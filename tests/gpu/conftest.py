@@ -15,6 +15,7 @@ ORDER = [
     "staging",
     "forkserver",
     "cuda_collate",
+    "utilisation",
     "left_out",
     "programs",
     "sanitized",

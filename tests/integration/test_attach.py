@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import gc
+import logging
+import os
 import re
 import threading
 import time
@@ -614,6 +616,35 @@ def attach_without_a_name() -> list[object]:
 def test_an_attached_worker_without_a_name(players: Players) -> None:
     """It is attached until it is left."""
     assert players["t0"].run(attach_without_a_name) == [4.0, "left"]
+
+
+def threads_of_torch() -> list[list[str]]:
+    async def attached() -> list[str]:
+        found: list[str] = []
+        logger, handler = logging.getLogger("aiorpc_torch"), logging.Handler(logging.WARNING)
+        handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        async with aiorpc.attach():
+            pass
+        logger.removeHandler(handler)
+        return [each for each in found if "OMP_NUM_THREADS" in each]
+
+    before, number = os.environ.pop("OMP_NUM_THREADS", None), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        without = asyncio.run(attached())
+        os.environ["OMP_NUM_THREADS"] = "2"
+        return [without, asyncio.run(attached())]
+    finally:
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = before or "1"
+
+
+def test_each_process_uses_all_cores(players: Players) -> None:
+    """It is told where no launcher has set the number, as torchrun does."""
+    [warning], none = players["t0"].run(threads_of_torch)
+    assert warning.startswith("t0: OMP_NUM_THREADS is not set, so torch computes with 2 threads")
+    assert none == []
 
 
 def test_refusals(players: Players) -> None:

@@ -67,7 +67,7 @@ async def test_children_are_started_and_stopped() -> None:
         assert sorted(me.peers) == ["a", "b", "c"]
         assert await call("b", actors.ask_back, "c") == "c"
         assert await call("a", actors.ask_back, "b") == "b"
-        with pytest.raises(ValueError, match="two workers are called 'b'"):
+        with pytest.raises(ValueError, match="two workers have the name 'b'"):
             await me.start("b")
         ending = asyncio.create_task(call("b", asyncio.sleep, 0.2, "ended"))
         await call("b", actors.pid)

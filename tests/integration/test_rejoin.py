@@ -303,9 +303,9 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
         assert second.returncode == 1
         host = socket.gethostname()
         assert errors.splitlines()[-1] == (
-            "ValueError: two workers are called 'worker1': the first one is alive, 'worker1' (rank "
-            f"1, process {found[1].pid} on {host}). Wait until it has ended, or end it, before "
-            f"'worker1' (rank 1, process {second.pid} on {host}) enters"
+            "ValueError: two workers have the name 'worker1': the first one is alive, 'worker1' "
+            f"(rank 1, process {found[1].pid} on {host}). Wait until it has ended, or end it, "
+            f"before 'worker1' (rank 1, process {second.pid} on {host}) enters"
         )
         found[1].kill()
         assert line(found[0]) == "lost\n"

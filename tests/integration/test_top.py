@@ -51,6 +51,7 @@ async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
         os.kill(pids["dead"], signal.SIGKILL)
         try:
             await rows_until(lambda row: row.name == "dead" and row.state == "lost")
+            await rows_until(lambda row: row.state == "stopped" and row.cpu is not None)
             rows = await rows_until(lambda row: row.state == "blocked")
         finally:
             os.kill(pids["stopped"], signal.SIGCONT)
@@ -64,6 +65,7 @@ async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
         assert (found["held"].pid, found["stopped"].pid) == (pids["held"], pids["stopped"])
         assert [wait.worker for wait in found["main"].waits] == ["held"]
         assert found["well"].memory > 0
+        assert [name for name, row in found.items() if row.is_coordinator] == ["main"]
 
 
 @pytest.mark.slow

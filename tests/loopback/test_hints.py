@@ -2,23 +2,33 @@
 
 import asyncio
 import functools
+import sys
+import traceback
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import rpc
 
 from aiorpc_torch import (
+    CallTimeout,
     Group,
     RRef,
+    autograd,
     batched,
     call,
     create,
+    exclusive,
     fetch,
+    local_world,
     members,
+    paused,
     register,
     remote,
     supervised,
+    worker,
 )
 from aiorpc_torch.types import LocalWorker, Supervised
 
@@ -37,6 +47,14 @@ class Model:
     async def pages(self) -> AsyncIterator[int]:
         yield 1
 
+    def stops(self) -> Iterator[int]:
+        yield 1
+        raise StopIteration
+
+    async def stops_async(self) -> AsyncIterator[int]:
+        yield 1
+        raise StopAsyncIteration
+
     def through(self, rref: Any) -> int:
         return rref.double(1)  # type: ignore[no-any-return]
 
@@ -51,6 +69,10 @@ class Model:
     @batched(max_size=4)
     def best(self, xs: Any) -> Any:
         return xs.argmax(1)
+
+    @batched(max_size=4)
+    def none(self, xs: Any) -> None:
+        pass
 
     @batched(max_size=4)
     def broken(self, xs: Any) -> Any:
@@ -240,9 +262,15 @@ async def test_a_call_whose_function_was_called() -> None:
 
 @pytest.mark.parametrize("method", ["rows", "pages"])
 async def test_a_generator_that_is_awaited(method: str) -> None:
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=rf"^Model.{method} is a generator; use `async for`, not"):
         await getattr(remote(RRef(Model())), method)()
-    assert "a generator; use `async for`, not `await`" in notes(error)
+
+
+@pytest.mark.parametrize("method", ["stops", "stops_async"])
+async def test_a_generator_that_raises_its_own_end(method: str) -> None:
+    text = rf"^Model.{method} has raised Stop\w+: a generator ends with `return`"
+    with pytest.raises(RuntimeError, match=text):
+        _ = [each async for each in getattr(remote(RRef(Model())), method)()]
 
 
 async def test_a_method_that_is_iterated() -> None:
@@ -297,3 +325,135 @@ async def test_what_is_only_iterated() -> None:
             list(iterated)
     with pytest.raises(TypeError, match=r"has no indices: take `Group\(members\)\[0\]`"):
         members("x")[0]
+
+
+# ── what was not called, or not with `async` ────────────────────────────────────────────────────
+
+
+def test_any_that_was_not_called() -> None:
+    with pytest.raises(TypeError, match=r"which was not called: write `any\(\)`"):
+        remote(Group([RRef(Model())]).any)  # type: ignore[call-overload]
+
+
+def test_a_plain_with() -> None:
+    with pytest.raises(TypeError, match=r"^paused\(\) is asynchronous: write `async with paused"):
+        with paused(RRef(Model())):  # type: ignore[attr-defined]
+            pass
+    with pytest.raises(TypeError, match="write `async with local_world"), local_world(["a"]):  # type: ignore[attr-defined]
+        pass
+
+
+def test_exclusive_with_parentheses_and_of_a_builtin_class() -> None:
+    with pytest.raises(TypeError, match="write `@exclusive`, without parentheses"):
+        exclusive()
+    with pytest.raises(TypeError, match=r"decorate a class of yours, `class MyDict\(dict\)`"):
+        exclusive(dict)
+
+
+# ── habits of torch RPC ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("seconds", [0, 0.0, -1])
+async def test_timeouts_of_torch_that_are_none(seconds: float) -> None:
+    rref = RRef(Model())
+    with pytest.warns(RuntimeWarning, match="Unlike torch RPC, this library takes None"):
+        handle: Any = remote(rref, timeout=seconds)
+    with pytest.raises(CallTimeout, match="was not sent"):
+        await handle.double(1)
+    with pytest.warns(RuntimeWarning, match="takes None"):
+        await fetch(rref, timeout=seconds)
+
+
+@pytest.mark.parametrize("keyword", ["timeout", "args", "kwargs"])
+async def test_keywords_of_torch(keyword: str) -> None:
+    """They go to the method, which may have no parameters at all."""
+    for function in (Model, Model.double):
+        with pytest.raises(TypeError) as error:
+            await create("main", function, **{keyword: ()})  # type: ignore[call-overload]
+        hint = "a deadline is no argument" if keyword == "timeout" else "as in a plain call"
+        assert hint in notes(error)
+
+
+async def test_a_coroutine_for_a_client_of_torch() -> None:
+    with pytest.raises(RuntimeError, match="coroutine_for_torch is an `async def`: decorate it"):
+        await asyncio.to_thread(rpc.rpc_sync, "main", coroutine_for_torch)
+
+
+async def coroutine_for_torch() -> int:
+    return 1
+
+
+async def test_a_call_of_torch_in_a_context_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["aiorpc_torch.autograd.context"]  # `autograd.context` is the function
+    monkeypatch.setattr(module, "_has_warned", False)
+    rref = RRef(Model())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert await asyncio.to_thread(rref.rpc_sync().double, 1) == 2  # type: ignore[attr-defined]
+        assert not found
+        async with autograd.context():
+            for _ in range(2):
+                double = rref.rpc_sync().double  # type: ignore[attr-defined]
+                assert await asyncio.to_thread(double, 1) == 2
+            await remote(rref).double(1)
+    [message] = [str(each.message) for each in found]
+    assert message.startswith("a call by torch's RPC in an autograd context")
+
+
+# ── tracebacks ──────────────────────────────────────────────────────────────────────────────────
+
+
+def lines_of(error: pytest.ExceptionInfo[BaseException]) -> list[str]:
+    """Return the lines of the traceback that name a file of the library."""
+    text = "".join(traceback.format_exception(error.value))
+    return [line for line in text.splitlines() if "/aiorpc_torch/" in line]
+
+
+async def test_a_wrong_name_shows_the_line_that_has_it() -> None:
+    rref: Any = remote(RRef(Model()))
+    calls: list[Any] = [rref.nope(), rref.double(), call("nobody", print)]
+    for each in calls:
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            await each
+        assert len(lines_of(error)) == 1  # of the await itself
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 3}, {"transports": ["tcp"]}, {"channels": ["none"]}, {"heartbeat": -1}]
+)
+async def test_wrong_arguments_of_a_world(wrong: dict[str, Any]) -> None:
+    options = {"rank": 0, "world_size": 1, "init_method": "tcp://127.0.0.1:1", **wrong}
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        async with worker("w", **options):
+            pass
+    assert len(lines_of(error)) == 1
+
+
+async def test_a_users_own_error_keeps_its_lines() -> None:
+    rref: Any = remote(RRef(Model()))
+    with pytest.raises(AttributeError) as error:
+        await rref.through(3)
+    text = "".join(traceback.format_exception(error.value))
+    assert "return rref.double(1)" in text
+    assert "run_in_method" not in text
+
+
+async def test_a_method_of_an_object_here() -> None:
+    """The members are its first argument."""
+    rref, method = RRef(Model()), Model().double
+    with pytest.raises(TypeError) as error:
+        async for _ in Group([rref]).map(method, [1]):
+            pass
+    assert "pass the class's, `Model.double`" in notes(error)
+    with pytest.raises(TypeError) as error:
+        await call(rref, method, 1)
+    assert "pass the class's, `Model.double`" in notes(error)
+
+
+async def test_a_batch_that_fails_shows_no_lines_of_the_library() -> None:
+    """But for the await itself."""
+    rref: Any = remote(RRef(Model()))
+    for each in (rref.broken(1), rref.product(torch.ones(3)), rref.none(1)):
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            await each
+        assert len(lines_of(error)) == 1

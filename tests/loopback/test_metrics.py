@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from aiorpc_torch import Group, RRef, batched, remote
-from aiorpc_torch.observe import MetricsServer, recorder, serve_metrics
+from aiorpc_torch import Group, RRef, batched, register, remote
+from aiorpc_torch.observe import MetricsServer, metrics, recorder, serve_metrics
 from aiorpc_torch.observe.histograms import OTHER
+from aiorpc_torch.training import Replay, StalenessLimit, Weights, follow
 from tests.support.certificates import Authority
 from tests.support.hooks import hooks as hooks
 
 pytestmark = pytest.mark.usefixtures("hooks", "world")
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "figures" / "grafana-dashboard.json"
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD, ALERTS = DOCS / "figures" / "grafana-dashboard.json", DOCS / "alerts.yml"
 
 
 class Measured:
@@ -57,7 +60,7 @@ async def scraped(server: MetricsServer) -> dict[Any, float]:
     return samples(await asyncio.to_thread(scrape, server))
 
 
-def key(name: str, **labels: str) -> Any:
+def key(name: str, /, **labels: str) -> Any:
     return name, frozenset(labels.items())
 
 
@@ -148,18 +151,65 @@ async def test_no_loop_runs() -> None:
     assert found[key("aiorpc_client_calls_total")] == 0
 
 
-async def test_the_dashboard_names_metrics_that_exist() -> None:
-    """Each name in its queries is one of a scrape."""
+@pytest.mark.promise("watching.metrics_run")
+async def test_the_world_and_the_objects_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects have the name under which they are registered; followers that of their publisher."""
+    monkeypatch.setattr(metrics, "gpu_use", lambda: {1: 0.25})
     with serve_metrics() as server:
-        model = RRef(Measured())
-        await asyncio.gather(*(remote(model).together(x) for x in range(4)))
-        found = await scraped(server)
+        weights, replay = Weights({"a": torch.ones(1)}, version=4), Replay()
+        limit = StalenessLimit(3, 8, version=4)
+        register("learner", weights)
+        register("buffer", replay)
+        async with await follow("learner"), limit.ticket():
+            await weights.publish({"a": torch.zeros(1)})
+            await limit.advance(5)
+            for item in range(2):
+                await replay.insert(item)
+            await replay.sample(6)
+            found = await scraped(server)
+    learner, buffer = {"name": "learner"}, {"name": "buffer"}
+    expected = {
+        key("aiorpc_world_size"): 1,
+        key("aiorpc_workers", state="alive"): 1,
+        key("aiorpc_workers", state="lost"): 0,
+        key("aiorpc_worker_restarts"): 0,
+        key("aiorpc_coordinator"): 1,
+        key("aiorpc_weights_version", **learner): 5,
+        key("aiorpc_follower_version", **learner): 4,  # nobody has put the next one in
+        key("aiorpc_staleness_versions", name=""): 1,
+        key("aiorpc_staleness_rollouts", name=""): 1,
+        key("aiorpc_replay_items", **buffer): 2,
+        key("aiorpc_replay_inserted_total", **buffer): 2,
+        key("aiorpc_replay_sampled_total", **buffer): 6,
+        key("aiorpc_replay_samples_per_insert", **buffer): 3,
+        key("aiorpc_gpu_utilization_ratio", device="1"): 0.25,
+    }
+    assert {each: found[each] for each in expected} == expected
+    assert 0 < found[key("aiorpc_follower_age_seconds", **learner)] < 60
+    assert found[key("process_cpu_seconds_total")] > 0
+
+
+@pytest.mark.promise("watching.metrics_run")
+async def test_the_dashboard_and_the_alerts_name_metrics_that_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each name in their queries is one of a scrape, or of Prometheus itself."""
+    monkeypatch.setattr(metrics, "gpu_use", lambda: {0: 1.0})
+    with serve_metrics() as server:
+        model, others = RRef(Measured()), (StalenessLimit(1, 1), Replay())
+        register("learner", Weights({}))
+        async with await follow("learner"):
+            await asyncio.gather(*(remote(model).together(x) for x in range(4)))
+            found = {name for name, _ in await scraped(server)}
+    del others
     dashboard = json.loads(DASHBOARD.read_text())
-    queries = [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]
-    names = {name for query in queries for name in re.findall(r"\b(?:aiorpc|rpc)_\w+", query)}
-    labels = {"rpc_method", "rpc_system"}
+    queries = [each["expr"] for panel in dashboard["panels"] for each in panel.get("targets", ())]
+    alerts = [line for line in ALERTS.read_text().splitlines() if not line.lstrip().startswith("#")]
     assert len(queries) >= 10
-    assert names - labels <= {name for name, _ in found}
+    assert sum("expr:" in line for line in alerts) >= 10
+    for text in ("\n".join(queries), "\n".join(alerts)):
+        names = {*re.findall(r"\b(?:aiorpc|rpc|process)_\w+", text)}
+        assert names - {"rpc_method", "aiorpc_torch"} <= found
 
 
 @pytest.mark.promise("watching.metrics_tls")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import BatchContractError, Broadcast, Fill, Round, batched, each, remote
+from aiorpc_torch.observe import stats
 from tests.support.gated_batches import arrived, asks, cancel, new_gated, settled
 
 
@@ -232,12 +233,59 @@ async def test_rows_are_padded(gated: Any) -> None:
 
 
 @pytest.mark.promise("batching.contract")
+async def test_rows_that_are_no_rows(gated: Any) -> None:
+    """The error speaks of rows, and not of lists with an entry for each caller."""
+    made, far = gated(max_size=2, concat=True, answer=lambda x: x[:1])
+    found = await settled(*asks(far, rows(2), rows(3)))
+    for each_error in found:
+        assert type(each_error) is BatchContractError
+        assert str(each_error).endswith(
+            "got a batch of 2 with 5 rows and returned 1 results: return one row for each row of "
+            "its arguments"
+        )
+    made.answer = lambda x: None
+    text = str((await settled(*asks(far, rows(2), rows(3))))[0])
+    assert "returned None: return a tensor or an array (or a tree of them) with one row for" in text
+
+
+class Joined:
+    limit = 8
+
+    @batched(max_weight=8, concat=True)
+    def bounded(self, x: Tensor) -> Tensor:
+        return x
+
+    @batched(max_weight=lambda self: self.limit, concat=True)
+    def bounded_by_the_object(self, x: Tensor) -> Tensor:
+        return x
+
+    @batched(max_size=4, concat=True)
+    def unbounded(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.usefixtures("world")
+async def test_fill_is_that_of_rows() -> None:
+    """A larger call fills one batch; without a bound of the rows the calls count."""
+    far = remote(aiorpc.RRef(Joined()))
+    for method in (far.bounded, far.bounded_by_the_object, far.unbounded):
+        for count in (4, 12):
+            await method(rows(count))
+    found = stats().batches
+    for name in ("bounded", "bounded_by_the_object"):
+        of_rows = found[f"Joined.{name}"]
+        assert (of_rows.rows, of_rows.max_rows, of_rows.fill) == (12.0, 8, 0.75)
+    of_calls = found["Joined.unbounded"]
+    assert (of_calls.rows, of_calls.max_rows, of_calls.fill) == (None, None, 0.25)
+
+
+@pytest.mark.promise("batching.contract")
 async def test_padding_is_a_part_of_the_contract(gated: Any) -> None:
     """The function answers for what it got; an exception of padding is nobody's."""
     made, far = gated(max_size=4, stack=True, pad_to=(4,), answer=lambda x: x[:3])
     got = await settled(*asks(far, 1, 2, 3))
     assert [type(found) for found in got] == [BatchContractError] * 3
-    assert "got a batch of 3 with 4 rows and returned 3 results" in str(got[0])
+    assert "got a batch of 3 with 4 rows and returned 3 results: return one row for" in str(got[0])
     made.answer = lambda x: [*x.tolist()[:3], LookupError("of padding")]
     assert await settled(*asks(far, 1, 2, 3)) == [1, 2, 3]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import RRef, call, remote
+from aiorpc_torch._batching.policies import Fill
 from aiorpc_torch._batching.stats import new_counters
 from aiorpc_torch._client import pool
 from aiorpc_torch._endpoint import entry_points
@@ -28,12 +29,12 @@ class Waiting:
 
 
 def count_function(kept: list[Any]) -> None:
-    kept.append(new_counters("test_stats_and_warnings.unused", 2))
+    kept.append(new_counters("test_stats_and_warnings.unused", Fill(2)))
 
 
 def count_queue(kept: list[Any]) -> None:
     if not kept:
-        kept.append(new_counters("test_stats_and_warnings.waits", 2))
+        kept.append(new_counters("test_stats_and_warnings.waits", Fill(2)))
     kept.append(Waiting())
     kept[0].queues.set(kept[-1], None)
 
@@ -43,7 +44,7 @@ numbers = itertools.count()
 
 def count_reason(kept: list[Any]) -> None:
     while len(kept) < 3:
-        kept.append(new_counters("test_stats_and_warnings.counted", 2))
+        kept.append(new_counters("test_stats_and_warnings.counted", Fill(2)))
     for counters in kept:
         counters.count_batch(f"reason {next(numbers)}", [1.0])
 

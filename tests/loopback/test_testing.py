@@ -180,6 +180,8 @@ class TestConnections:
 
     async def test_flow_limits(self) -> None:
         """They hold from the next call on, and what is left out stays."""
+        with pytest.raises(ValueError, match="calls must be positive, got -1"):
+            testing.set_flow_limits("main", calls=-1)
         testing.set_flow_limits("main", calls=1, interval=600.0)
         gate = Gate()
         waiting = [asyncio.create_task(remote(RRef(gate)).passed()) for _ in range(3)]

@@ -200,7 +200,7 @@ async def test_a_batch_in_a_thread(calls: Calls) -> None:
 async def test_a_round_that_is_not_full(calls: Calls) -> None:
     _, rref = calls.service()
     calls.make(remote(rref).round(1), remote(rref).round(2))
-    await until_stands("waits for its batch; calls that wait: 2")
+    await until_stands("waits for its round: 2 of 3 are there (main, main)")
 
 
 @pytest.mark.promise("standing.where")
@@ -371,6 +371,10 @@ async def test_the_error_of_a_deadlock(calls: Calls, way: str) -> None:
     assert text.count("deadlock") == 1
 
 
+def names(circle: Any) -> str:
+    return " -> ".join(each.name for each in circle)
+
+
 async def test_the_circle_as_values(calls: Calls) -> None:
     """Its last call is the first one again."""
     _, rref = calls.service()
@@ -385,6 +389,8 @@ async def test_the_circle_as_values(calls: Calls) -> None:
     assert [each.method for each in circle] == [
         *("Service.locks_and_calls", "Service.want", "Service.locks_and_calls"),
     ]
+    assert repr([circle]) == f"[<deadlock, these calls wait for each other: {names(circle)}>]"
+    assert repr(circle[0]).startswith("<Standing Service.locks_and_calls on worker 'main': waits")
     assert circle[0].id == circle[-1].id
     assert circle[-1].is_again
 

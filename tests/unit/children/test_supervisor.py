@@ -227,7 +227,7 @@ async def test_two_children_of_one_name() -> None:
     starting = asyncio.create_task(supervisor.add(config, joined.wait()))
     while not supervisor._children:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
-    with pytest.raises(ValueError, match="two workers are called 'b': the first one is joining"):
+    with pytest.raises(ValueError, match="two workers have the name 'b': the first one is joining"):
         await supervisor.add(config, joined.wait())
     joined.set()
     await starting

@@ -157,7 +157,7 @@ def test_a_worker_that_does_not_reach_another() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "world size": ({"world_size": 4}, ["with world_size=4", "with world_size=3"]),
-    "name": ({"name": "w0"}, ["two workers are called 'w0'"]),
+    "name": ({"name": "w0"}, ["two workers have the name 'w0'"]),
     "version": ({"version": "2.0"}, ["runs aiorpc_torch", "2.0", "1.0", "run the same version"]),
 }
 
@@ -266,7 +266,7 @@ def test_names_that_are_refused_and_free() -> None:
     network.settle()
     for wrong, text in (
         (network.join("w0"), "cannot join: that name is of rank 0"),
-        (network.join("a"), "two workers are called 'a': the first one is alive"),
+        (network.join("a"), "two workers have the name 'a': the first one is alive"),
         (network.join("b", version="0.9"), "every worker must run the same version"),
     ):
         network.settle()
@@ -378,7 +378,7 @@ def test_a_replacement_process() -> None:
     refused = network.register(registration(1, pid=99))
     network.settle()
     assert isinstance(refused.last, Failed)
-    assert "two workers are called 'w1': the first one is alive" in refused.last.text
+    assert "two workers have the name 'w1': the first one is alive" in refused.last.text
     refused.end()
     for count in (1, 2):
         first[1].end()
@@ -404,7 +404,7 @@ def test_a_frozen_process_that_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (registration(1, name="w0"), "two workers are called 'w0'"),
+        (registration(1, name="w0"), "two workers have the name 'w0'"),
         (registration(1, name="other"), "that rank is of 'w1'"),
         (registration(1, 4), "world_size must be the same"),
         (registration(3, 4), "with world_size=4"),

@@ -116,3 +116,35 @@ def test_sorting() -> None:
     assert [row.name for row in sort_rows(rows, "p")] == ["c", "b", "a"]
     assert [row.name for row in sort_rows(rows, "n")] == ["a", "b", "c"]
     assert [row.name for row in sort_rows(rows, "r")] == ["a", "b", "c"]
+
+
+@pytest.mark.promise("top.use")
+def test_processor_time_needs_no_answer() -> None:
+    """A process that keeps the GIL does not answer, and its processor time matters."""
+    looks = [[sample(at, data() if at < 1 else None, cpu=3.0 + 2 * at)] for at in (0.0, 1.0, 2.0)]
+    assert history(*looks[:1]).rows()[0].cpu is None
+    assert history(*looks).rows()[0].cpu == pytest.approx(2.0)
+    later = [[sample(9.0, None, cpu=7.0)], [sample(10.0, None, cpu=7.0)]]
+    assert history(*looks, *later).rows()[0].cpu == 0.0  # of the last seconds
+
+
+@pytest.mark.promise("top.use")
+def test_gpus_restarts_and_the_coordinator() -> None:
+    row = only(data(gpus={"0": 0.2, "3": 0.6}, restarts=2, coordinator="w"))
+    assert (row.gpu, row.restarts, row.is_coordinator) == (pytest.approx(0.4), 2, True)
+    assert (only(data()).gpu, only(data()).is_coordinator) == (None, False)
+
+
+@pytest.mark.promise("top.use")
+def test_a_process_that_was_replaced() -> None:
+    """It is told from the process that has its place, and its losses are not those of its peers."""
+    old = data("w", processes={"main": 0, "w": 1}, lost={"main": "it was silent"}, pid=70)
+    new = data("w", processes={"main": 0, "w": 5}, pid=71)
+    main = data("main", processes={"main": 0, "w": 5})
+    looks = [
+        sample(0.0, found, pid=found["pid"], key=f"{name}{found['pid']}")
+        for name, found in (("w", old), ("w", new), ("main", main))
+    ]
+    rows = {row.pid: row for row in history(looks).rows()}
+    assert [rows[pid].state for pid in (7, 70, 71)] == ["ok", "replaced", "ok"]
+    assert not rows[7].lost_to

@@ -128,6 +128,17 @@ def test_a_lost_worker_whose_process_is_there() -> None:
     assert not said(history(first, [sample(0.1, data("x", names)), *silent]))
 
 
+def test_a_process_that_was_replaced_is_to_be_ended() -> None:
+    looks = [
+        sample(0.0, data("w", processes={"w": process}), pid=pid, key=f"key{pid}", state="T")
+        for pid, process in ((70, 1), (71, 5))
+    ]
+    found = history(looks)
+    kinds = [(each.kind, each.text) for each in verdicts(found, found.rows())]
+    assert [kind for kind, _ in kinds] == ["replaced", "stopped"]
+    assert kinds[0][1].startswith("process 70 is out of its world")
+
+
 def test_the_gravest_come_first() -> None:
     wait = {"worker": "ps", "calls": 1, "method": "update", "age": 4.0}
     lost = data("main", ("main", "w", "x", "y"), lost={"x": "killed"}, waits=[wait])

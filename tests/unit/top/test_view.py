@@ -41,10 +41,27 @@ def test_80_columns() -> None:
     lines = shown(many(3))
     assert all(len(line) <= 80 for line in lines)
     [header] = [line for line in lines if line.startswith("worker ")]
-    titles = "state in/s out/s wait oldst bat/s size p50 p99 lag mem seg"
+    titles = "state in/s out/s wait oldst bat/s p50 p99 lag cpu gpu mem"
     assert " ".join(header.split()[1:]) == titles
     [row] = [line for line in lines if line.startswith("worker-w") and " ok " in line][:1]
     assert row.split()[1:6] == ["ok", "123k", "100k", "1k", "-"]
+
+
+def test_a_wide_terminal_shows_all() -> None:
+    """The coordinator has a star; what the kernel tells of a process needs no answer of it."""
+    names, more = ["main", "w"], {"coordinator": "main", "restarts": 2, "gpus": {"0": 0.5, "1": 1}}
+    before = [sample(0.0, data(name, names, **more), pid=77, cpu=9.0) for name in names]
+    after = [
+        sample(1.0, data("main", names, **more), pid=77, cpu=10.5),
+        sample(1.0, None, name="w", pid=78, cpu=9.9, silent=0.5),
+    ]
+    lines = shown(history(before, after), width=125)
+    assert all(len(line) <= 125 for line in lines)
+    [header, main, silent] = [each.split() for each in lines if each.startswith(("wo", "ma", "w "))]
+    titles = "state in/s out/s wait oldst bat/s size p50 p99 lag cpu gpu mem seg pid rst waits for"
+    assert " ".join(header[1:]) == titles
+    assert main == ["main*", *"ok 0 0 0 - - - - - 0µs 150% 75% - 0 77 2".split()]  # noqa: SIM905
+    assert silent == ["w", *"silent - - - - - - - - - 90% - - - 78 -".split()]  # noqa: SIM905
 
 
 def test_64_workers_are_scrolled_to_the_selected() -> None:

@@ -1,0 +1,39 @@
+"""Tracebacks of a user's mistakes without the frames of this library."""
+
+import logging
+from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
+from typing import TypeVar
+
+from .loop_lag import is_of_user
+
+E = TypeVar("E", bound=BaseException)
+
+log = logging.getLogger("aiorpc_torch")
+
+_LIBRARY = str(Path(__file__).parents[1])
+
+
+def behind_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame on that is not of this library, None without one."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_LIBRARY):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def has_user_frames(traceback: TracebackType | None) -> bool:
+    """Return whether a frame is neither of this library nor of Python."""
+    frames = walk_tb(traceback)
+    return any(is_of_user(frame.f_code.co_filename) for frame, _ in frames)
+
+
+def keep_own_frames(exc: BaseException) -> None:
+    """Log the frames of an exception that is shown without them, at level DEBUG."""
+    log.debug("raised in this library: %r", exc, exc_info=exc)
+
+
+def without_own_frames(exc: E) -> E:
+    """Return an exception that this library has raised, without its traceback."""
+    keep_own_frames(exc)
+    return exc.with_traceback(None)
