@@ -166,6 +166,11 @@ class SendState(Generic[C]):
         """Return the number of calls that are not sent yet."""
         return len(self.queue) + len(self.ready) + len(self._copies)
 
+    def may_send_alone(self) -> bool:
+        """Return whether a call may skip the queue: all others are answered, none will follow."""
+        is_free = self.woken == 1 and not self.is_paused
+        return is_free and not (self.window or self.queue or self.cancels or self.credits)
+
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
 
