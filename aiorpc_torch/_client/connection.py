@@ -199,47 +199,47 @@ class Connection(Channel):
     def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
         """Send a call; return the future of its value, or of its failure."""
         future = InlineFuture(self.loop)
-        number, window = self._calls, self.window
-        is_bare = not ((propagation.used or TRACER in modules) and is_needed())
-        if due is None and not args[1] and is_bare:
-            lone = self._encode_alone(number, target, args[0])
-            if lone is not None:
-                encoded, data = lone
-                self._register(number, future, target, encoded)
-                self._lone_calls += 1
-                window[number] = size = len(data)  # as `sent`
-                window.size += size
-                self._lone_bytes += size
-                self.write(header(size, CALLS) + data)  # as `frame`, of small data
-                return future
-        self._submit(self.encoder.call(number, target, False, args, due), future, target)
+        is_simple = due is None and not args[1] and self.state.woken == 1
+        if is_simple and self._send_alone(future, target, args[0]):
+            return future
+        self._submit(self.encoder.call(self._calls, target, False, args, due), future, target)
         return future
 
-    def _encode_alone(
-        self, number: int, target: Target, args: tuple[Any, ...]
-    ) -> tuple[EncodedTarget, bytes] | None:
-        """Return target and frame of a call that is sent at once, None if the queue takes it.
+    def _send_alone(self, receiver: InlineFuture, target: Target, args: tuple[Any, ...]) -> bool:
+        """Send a call at once, if all others are answered and none will follow.
 
-        All others are answered, and none will follow. The frame is what `encode_calls` makes of it.
+        The frame is the one that `_submit` would send, in some 6 µs more.
         """
-        state = self.state
-        if state.woken != 1 or state.is_paused or self.window or state.queue:
-            return None
-        if state.cancels or state.credits or len(args) != 1 or type(target) is not MethodTarget:
-            return None
+        state, window = self.state, self.window  # as `may_send_alone`
+        if state.is_paused or window or state.queue or state.cancels or state.credits:
+            return False
+        if len(args) != 1 or type(target) is not MethodTarget:
+            return False
         known = self.encoder.methods.get(target.name)
         if known is None or known.rref() is not target.on or entered_scopes() or awaited:
-            return None
+            return False
         if current_record() is not None or current_context_id() >= 0:  # it is recorded
-            return None
-        (value,), encoded = args, known.target
+            return False
+        if (propagation.used or TRACER in modules) and is_needed():
+            return False
+        value, encoded, large = args[0], known.target, self.transfers.large_results
         found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
-        if found is None or encoded in self.transfers.large_results:
-            return None
-        kind, cell = found
+        if found is None or (large and encoded in large):
+            return False
+        (kind, cell), number = found, self._calls
         column = cell if type(kind) is tuple else (cell,)
-        data = dump(((self.encoder.heads[encoded, False, (), (kind,)].data, (number,), (column,)),))
-        return (encoded, data) if len(data) <= INLINE_BYTES else None
+        head = self.encoder.heads[encoded, False, (), (kind,)]
+        data = dump(((head.data, (number,), (column,)),))
+        size = len(data)
+        if size > INLINE_BYTES:
+            return False
+        self._register(number, receiver, target, encoded)
+        window[number] = size  # as `sent`
+        window.size += size
+        self._lone_calls += 1
+        self._lone_bytes += size
+        self.write(header(size, CALLS) + data)  # as `frame`, of small data
+        return True
 
     def _register(
         self, number: int, receiver: ReplyReceiver, target: Target, encoded: EncodedTarget
@@ -334,10 +334,17 @@ class Connection(Channel):
         is_idle = not self.pending
         self._register(call.number, receiver, target, call.head.target)
         self._hold(call.number)
-        if self.state.submit(call, is_idle=is_idle):
+        state = self.state
+        if state.woken == 1 and not call.is_large and state.may_send_alone() and self._can_write():
+            self.window.sent(call.number, call.size)
+            self._sender.send((call,))
+        elif state.submit(call, is_idle=is_idle):
             self.flush()
         else:
             self.flush_soon()
+
+    def _can_write(self) -> bool:
+        return self.is_open and not self.transport.is_closing()
 
     def _carry(self, call: EncodedCall, target: Target, *, is_stream: bool) -> None:
         """Let the context variables travel with a call, and tell the interceptors of it."""

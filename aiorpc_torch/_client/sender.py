@@ -62,7 +62,7 @@ class CallSender:
         try:
             while (state.queue or state.ready) and not is_failing() and (calls := state.take()):
                 if not calls[0].is_large:
-                    self._send(calls)
+                    self.send(calls)
                     continue
                 try:
                     self._send_large(calls[0])
@@ -97,7 +97,7 @@ class CallSender:
         self.bytes += len(data)
         self._connection.write(frame(kind, data))
 
-    def _send(self, calls: Sequence[EncodedCall]) -> None:
+    def send(self, calls: Sequence[EncodedCall]) -> None:
         """Send calls in one frame."""
         try:
             data = frame(CALLS, dump(encode_calls(calls, time.monotonic(), TensorTable())))

@@ -33,7 +33,7 @@ TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window ad
 
 
 class Phase(IntEnum):
-    """How far a connection is. It only goes forward, from each phase to any later one.
+    """The phase of a connection. It only goes forward, from each phase to any later one.
 
     Up to `JUDGED` it takes calls. From `FINISHED` on, none is pending.
     """
@@ -165,6 +165,11 @@ class SendState(Generic[C]):
     def __len__(self) -> int:
         """Return the number of calls that are not sent yet."""
         return len(self.queue) + len(self.ready) + len(self._copies)
+
+    def may_send_alone(self) -> bool:
+        """Return whether a call may skip the queue: all others are answered, none will follow."""
+        is_free = self.woken == 1 and not self.is_paused
+        return is_free and not (self.window or self.queue or self.cancels or self.credits)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.

@@ -221,7 +221,7 @@ def _of_process() -> Counter[str]:
         found["calls of ended sessions"] += sum(
             len(each.calls) for each in server().sessions._ended
         )
-        found["tasks for threads"] += len(server()._executor._threads._tasks)
+        found["tasks for threads"] += len(server().executor._threads._tasks)
     found["descriptors"] = _descriptors()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         found[f"task {task.get_name()}"] += 1

@@ -283,6 +283,25 @@ def test_calls_that_are_sent_at_once(woken: int, is_idle: bool) -> None:
     assert state.submit(Call(0), is_idle=is_idle) is (is_idle and woken == 1)
 
 
+def test_a_call_that_skips_the_queue() -> None:
+    """Its caller is the only one that was woken, and nothing else is under way."""
+    for woken, is_paused in [(0, False), (1, True), (2, False), (1, False)]:
+        state = state_of()
+        state.woken, state.is_paused = woken, is_paused
+        assert state.may_send_alone() is (woken == 1 and not is_paused)
+    state.cancels.append(7)
+    assert not state.may_send_alone()
+    state.cancels.clear()
+    state.credits.append((7, 32))
+    assert not state.may_send_alone()
+    state.credits.clear()
+    state.submit(Call(0), is_idle=True)
+    assert not state.may_send_alone()
+    state.take()
+    assert state.window
+    assert not state.may_send_alone()
+
+
 def test_a_new_connection() -> None:
     """It is paused, no caller was woken, and its repr tells what waits."""
     state = new_state()
