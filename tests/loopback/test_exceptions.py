@@ -1,6 +1,8 @@
 """How exceptions cross: as themselves, with all they carry; or as `RemoteError`, with the text."""
 
 import asyncio
+import copy
+import pickle
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -8,11 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from aiorpc_torch import Fill, RemoteError, batched, call, testing
+from aiorpc_torch import CallTimeout, Fill, RemoteError, WorkerLost, batched, call, testing
 from aiorpc_torch.types import RemoteTraceback
 from tests.support.odd_exceptions import (
     INTACT,
     TEXT_ONLY,
+    UNPRINTABLE,
+    BadStr,
     Counting,
     Formatted,
     KeywordOnly,
@@ -325,3 +329,60 @@ async def test_any_builtin_survives(args: tuple[Any, ...], cls: type[Exception])
     """Whatever a builtin is given, what arrives carries what was sent."""
     sent = cls(*args)
     assert look(await cross(sent)) == look(sent)
+
+
+# ── errors of calls, exceptions that resist, several hops ───────────────────────────────────────
+
+
+@pytest.mark.promise("exceptions.pickle")
+def test_errors_of_calls_pickle_plainly() -> None:
+    """They keep their text and attributes through `pickle` and `copy`."""
+    late = CallTimeout("too late", worker="ps", method="PS.update")
+    lost = WorkerLost("ps", "it was killed", method="PS.update")
+    for sent in (late, lost, CallTimeout("too late"), CallTimeout(), WorkerLost("ps")):
+        for got in (pickle.loads(pickle.dumps(sent)), copy.copy(sent)):
+            assert look(got) == look(sent)
+            assert str(got) == str(sent)
+    assert (late.worker, late.method) == (lost.worker, lost.method) == ("ps", "PS.update")
+    assert str(lost) == "worker 'ps' is lost: it was killed; PS.update may have run"
+    assert CallTimeout("too late").method is WorkerLost("ps").method is None
+
+
+async def test_an_exception_that_cannot_be_printed() -> None:
+    """A raising `__str__` stops nothing: the class crosses, and the text names it."""
+    got = await cross(BadStr("arg"))
+    assert type(got) is BadStr
+    assert got.args == ("arg",)
+    assert isinstance(got.__cause__, RemoteTraceback)
+    assert "BadStr" in got.__cause__.text
+
+
+@pytest.mark.parametrize("make", UNPRINTABLE.values(), ids=UNPRINTABLE)
+async def test_describing_never_raises(make: Callable[[], BaseException]) -> None:
+    """Python's own printing fails for some exceptions; the caller still hears of them."""
+    got = await cross(make())
+    assert isinstance(got.__cause__, RemoteTraceback)
+    assert "raise exc  # the raising line" in got.__cause__.text
+    assert isinstance(await as_a_replica(make()), Exception)
+
+
+async def pass_on() -> None:
+    try:
+        await call("ps", throw)
+    except Formatted as exc:
+        exc.add_note("passed on")
+        raise
+
+
+@pytest.mark.promise("exceptions.hops")
+async def test_a_second_hop_keeps_the_class() -> None:
+    """What a worker passes on from another worker arrives as itself once more."""
+    _sent.append(sent := Formatted(1, "x"))
+    with pytest.raises(Formatted) as caught:
+        await call("ps", pass_on)
+    got = caught.value
+    assert (got.args, got.code, got.reason) == (sent.args, 1, "x")
+    assert got.__notes__ == ["passed on"]
+    assert isinstance(got.__cause__, RemoteTraceback)
+    assert "on worker 'ps':" in got.__cause__.text  # of the first hop, in that of the second
+    assert "in pass_on" in got.__cause__.text

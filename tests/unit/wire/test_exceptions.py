@@ -1,17 +1,15 @@
 """Failures as they travel: what their text says, and what a caller raises from them."""
 
 import asyncio
-import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 
-from aiorpc_torch import CallTimeout, RemoteError, WorkerLost
+from aiorpc_torch import RemoteError
 from aiorpc_torch._wire.exceptions import RemoteFailure, copy_exception, ensure_raisable
 from aiorpc_torch.types import RemoteTraceback
 from tests.support import odd_exceptions
-from tests.support.odd_exceptions import UNPRINTABLE, BadStr, Formatted, look
+from tests.support.odd_exceptions import Formatted, look
 
 
 def raised(exc: BaseException) -> BaseException:
@@ -25,24 +23,6 @@ def raised(exc: BaseException) -> BaseException:
 def travel(failure: RemoteFailure) -> BaseException:
     """Return what a caller gets: the failure is pickled, and opened elsewhere."""
     return pickle.loads(pickle.dumps(failure)).exception()
-
-
-def cross(exc: BaseException) -> BaseException:
-    return travel(RemoteFailure.of(raised(exc), "ps"))
-
-
-@pytest.mark.promise("exceptions.pickle")
-def test_errors_of_calls_pickle_plainly() -> None:
-    """They keep their text and attributes through `pickle` and `copy`."""
-    late = CallTimeout("too late", worker="ps", method="PS.update")
-    lost = WorkerLost("ps", "it was killed", method="PS.update")
-    for sent in (late, lost, CallTimeout("too late"), CallTimeout(), WorkerLost("ps")):
-        for got in (pickle.loads(pickle.dumps(sent)), copy.copy(sent)):
-            assert look(got) == look(sent)
-            assert str(got) == str(sent)
-    assert (late.worker, late.method) == (lost.worker, lost.method) == ("ps", "PS.update")
-    assert str(lost) == "worker 'ps' is lost: it was killed; PS.update may have run"
-    assert CallTimeout("too late").method is WorkerLost("ps").method is None
 
 
 @pytest.mark.promise("exceptions.text")
@@ -82,38 +62,6 @@ def test_only_what_must_not_be_raised_is_changed() -> None:
     changed = ensure_raisable(stop, "f")
     assert type(changed) is RemoteError
     assert changed.__cause__ is stop
-
-
-def test_an_exception_that_cannot_be_printed() -> None:
-    """A raising `__str__` stops nothing: the class crosses, and the text says what failed."""
-    failure = RemoteFailure.of(raised(BadStr("arg")), "ps")
-    got = travel(failure)
-    assert type(got) is BadStr
-    assert got.args == ("arg",)
-    assert "BadStr" in failure.summary
-    assert "BadStr" in failure.text
-
-
-@pytest.mark.parametrize("make", UNPRINTABLE.values(), ids=UNPRINTABLE)
-def test_describing_never_raises(make: Callable[[], BaseException]) -> None:
-    """Python's own printing fails for some exceptions; the caller still hears of them."""
-    failure = RemoteFailure.of(raised(make()), "ps")
-    assert "raise exc  # the raising line" in failure.text
-    assert failure.summary
-    got = travel(failure)
-    assert isinstance(got.__cause__, RemoteTraceback)
-    assert isinstance(copy_exception(make(), "f"), Exception)
-
-
-@pytest.mark.promise("exceptions.hops")
-def test_a_second_hop_keeps_the_class() -> None:
-    """What a worker passes on from another worker arrives as itself once more."""
-    once = cross(Formatted(1, "x"))
-    twice = travel(RemoteFailure.of(raised(once), "relay"))
-    assert look(twice) == look(once)
-    assert isinstance(twice.__cause__, RemoteTraceback)
-    assert twice.__cause__.worker == "relay"
-    assert "on worker 'ps':" in twice.__cause__.text
 
 
 def test_a_replica_of_a_stop_is_a_text() -> None:
