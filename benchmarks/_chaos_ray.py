@@ -333,6 +333,9 @@ class OnRay(OnHosts):
         command = ["tail", "--lines=+1", "--follow", str(lines)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
 
+    def dump(self) -> None:
+        """Write nothing: Ray has the signals of its processes."""
+
     def hang(self, role: str) -> None:
         """Let an actor hang while it has the GIL: Ray has the main thread, and so all signals."""
         entered = self.record.last(role, "pid")

@@ -140,6 +140,7 @@ def strike(there: World, attack: Attack, problems: list[str]) -> Loss:
     for fault, role in attack:
         if (back := _wait_for(there, role, at if fault in there.deaths else over, fault)) is None:
             problems.append(f"{title(attack)}: {role} does not work after {there.patience:.0f} s")
+            there.dump()
         over = max(over, back or record.now())
     if not record.wait(lambda: not _behind(record, over), there.patience):
         names = ", ".join(_behind(record, over))
@@ -242,7 +243,8 @@ def run(given: argparse.Namespace, folder: Path, system: System) -> tuple[list[s
     lines = [*itertools.chain.from_iterable(record.lines.values())]
     text = "\n".join(map(json.dumps, sorted(lines, key=lambda line: line.at)))
     (folder / "lines.jsonl").write_text(text)
-    score = mean(each.values["score"] for each in record.works("evaluator", begin)[-LAST:])
+    scores = [each.values["score"] for each in record.works("evaluator", begin)]
+    score = mean(scores[-LAST:] or [0.0])
     if score < SOLVED and given.minutes >= LONG:
         problems.append(f"not solved: {score:.0f} is the mean of the last evaluations")
     report(there.faults, losses, score, minutes)

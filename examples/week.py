@@ -268,13 +268,12 @@ def run(given: argparse.Namespace) -> None:
 def start(run: Callable[[argparse.Namespace], None], given: argparse.Namespace) -> None:
     """Play a role here, or with `--supervise` in a process of its own, again until that succeeds.
 
-    Such a process is forked from one that has imported torch, and so starts in no time.
+    Such a process is forked from this one, which has imported torch: it starts in no time.
     """
     if not given.supervise:
         run(given)
         return
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["examples.week"])
+    processes = multiprocessing.get_context("fork")  # there are no threads here
     while True:
         process = processes.Process(target=run, args=(given,))
         process.start()
