@@ -338,9 +338,7 @@ class OnRay(OnHosts):
 
     def hang(self, role: str) -> None:
         """Let an actor hang while it has the GIL: Ray has the main thread, and so all signals."""
-        entered = self.record.last(role, "pid")
-        assert entered is not None
-        (self._folder / f"hang.{role}.{entered.values['pid']}").touch()
+        (self._folder / f"hang.{role}.{self._pid(role)}").touch()
 
     def head(self, role: str) -> None:
         """Kill the head's own process: all roles are lost with it."""

@@ -1,10 +1,12 @@
 """The roles of examples/week.py as steps of a job of Slurm, which a loop of a shell starts again.
 
-To run inside of an allocation. Signals travel by Slurm too, as from a login node.
+Each role has a second step in reserve, which has imported torch. To run inside of an allocation.
+Signals travel by Slurm too, as from a login node.
 """
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,18 +31,21 @@ class OnSlurm(World):
         nodes = dict(zip(sorted({*PLACES.values()}), cycle(names), strict=False))
         self._nodes = {role: nodes[number] for role, number in PLACES.items()}
         self._loops = list[subprocess.Popen[str]]()
+        self._folder = folder
         super().__init__(folder, *words)
 
     def _loop(self, role: str, words: Sequence[str], errors: IO[str]) -> "subprocess.Popen[str]":
-        step = self._step(role, f"--job-name={role}", sys.executable, "-m", PROGRAM, *words)
+        lock = f"--lock={self._folder / role}.lock"
+        step = self._step(role, sys.executable, "-m", PROGRAM, *words, lock)
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
         process = subprocess.Popen(
-            ["sh", "-c", LOOP, "sh", *step],
+            ["sh", "-c", f"({LOOP}) & {LOOP}" if "--supervise" in words else LOOP, "sh", *step],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             env=os.environ | environment,
+            start_new_session=True,
         )
         self._loops.append(process)
         return process
@@ -62,14 +67,15 @@ class OnSlurm(World):
         self._cancel(role, "--signal=KILL")
 
     def _cancel(self, role: str, *options: str) -> None:
-        listed = _ask("squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i %j")
-        steps = [line.split()[0] for line in listed.splitlines() if line.split()[1] == role]
-        _ask("scancel", *options, *steps)
+        environment = f"/proc/{self._pid(role)}/environ"
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has just ended by itself
+            found = _ask(*self._step(role, "grep", "-zo", "SLURM_STEP_ID=[0-9]*", environment))
+            _ask("scancel", *options, f"{self._job}.{found.strip(chr(0)).partition('=')[2]}")
 
     def close(self) -> None:
         """End all steps, and the loops that would start them again."""
         for each in self._loops:
-            each.kill()
+            os.killpg(each.pid, signal.SIGKILL)
         _ask("scancel", "--signal=KILL", self._job)
 
 

@@ -119,11 +119,15 @@ class World:
                 self.record.add(role, json.loads(text))
 
     def _signal(self, name: str, role: str) -> None:
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has just ended by itself
+            self._run(role, "kill", f"-{name}", str(self._pid(role)))
+
+    def _pid(self, role: str) -> int:
+        """Return the number of a role's process on its machine."""
         entered = self.record.last(role, "pid")
         assert entered is not None
-        pid = entered.values["pid"]  # its number on the host
-        with contextlib.suppress(subprocess.CalledProcessError):  # it has just ended by itself
-            self._run(role, "kill", f"-{name}", str(pid))
+        found: int = entered.values["pid"]
+        return found
 
     def dump(self) -> None:
         """Let all processes write where they stand: one of them does not work."""
