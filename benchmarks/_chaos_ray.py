@@ -2,9 +2,10 @@
 
 Its strongest form. Each role is an async actor on a node of its own host, restarted without limit,
 and calls to it are made again. The learner's next process takes the newest state that an actor
-holds, else the keeper's file. Each has a watchdog, of faulthandler as ours is. A worker that has
-imported torch waits on each node. Each node and the driver are in a loop of a shell, so all of them
-come again if the head dies, whose state only a Redis beside it would keep.
+holds, else the keeper's file. Each has a watchdog, of faulthandler as ours is. Each node starts
+some workers that import torch in advance: once all have had an actor, a new one imports it. (Ray
+gives workers that have run a task to no actor.) Each node and the driver are in a loop of a shell,
+so all of them come again if the head dies, whose state only a Redis beside it would keep.
 """
 
 import asyncio
@@ -42,11 +43,12 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # else each host needs a copy of a tok
 ray: Any = import_module("ray")
 
 PORT = 6379
-SPARE = 1  # worker that waits on each node
+WORKERS = 3  # of a node, which have imported torch before they get an actor
 RECOVERY = 1.0  # seconds for actors to tell what they hold
 OPTIONS = {
     "RAY_preload_python_modules": "benchmarks._chaos_ray",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # 60, with which nodes outlive their head
+    "RAY_worker_niceness": "0",  # 15, with which they get little on a busy machine
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -89,7 +91,7 @@ class Role:
             lines.write(f"{json.dumps(values)}\n")
 
     async def live(self) -> None:
-        """Do what this role does, for ever; also for a driver that comes again."""
+        """Do what this role does, for ever."""
         if self.task is None:
             self.renew_watchdog()
             self.task = asyncio.create_task(self.run())
@@ -264,30 +266,15 @@ async def live(handle: Any) -> None:
         await again(handle.live.remote)
 
 
-def nap() -> None:
-    time.sleep(0.05)
-
-
-async def keep_warm(host: str) -> None:
-    """Let a worker have imported torch, for the next actor."""
-    task = ray.remote(num_cpus=1, resources={host: 0.1})(nap)
-    while True:
-        await asyncio.wait([asyncio.ensure_future(task.remote()) for _ in range(SPARE)])
-        await asyncio.sleep(1.0)
-
-
 async def drive(address: str, folder: str, words: Sequence[str]) -> None:
-    """Start the actors, unless they are there."""
+    """Start the actors."""
     ray.init(address=address, namespace="week", log_to_driver=False)
     async with asyncio.TaskGroup() as group:
-        for host in {*PLACES.values()}:
-            group.create_task(keep_warm(f"host{host}"))
         for role, host in PLACES.items():
             kind = ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0)(
                 KINDS.get(role, Actor)
             )
-            where = {"resources": {f"host{host}": 1}, "lifetime": "detached"}
-            found = kind.options(name=role, get_if_exists=True, **where)
+            found = kind.options(name=role, resources={f"host{host}": 1})
             group.create_task(live(found.remote(role, folder, words)))
 
 
@@ -297,7 +284,8 @@ async def drive(address: str, folder: str, words: Sequence[str]) -> None:
 class OnRay(OnHosts):
     """The actors on nodes of Ray, one on each host; the head is on the keeper's."""
 
-    deaths = (*World.deaths, "head")
+    faults = "kill", "freeze", "cut", "hang"  # an async actor does not hear of SIGTERM
+    deaths = "kill", "hang", "head"
     last = "kill", "head"
     patience = 180.0
 
@@ -319,7 +307,7 @@ class OnRay(OnHosts):
     def _node(self, number: int, host: Host) -> list[str]:
         head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         join = head if number == 0 else [f"--address={self._address}"]
-        words = [f"--node-ip-address={host.address}", f"--num-cpus={SPARE}", "--num-gpus=0"]
+        words = [f"--node-ip-address={host.address}", f"--num-cpus={WORKERS}", "--num-gpus=0"]
         words += ["--object-store-memory=100000000", "--block"]
         return ["start", *join, *words, f'--resources={{"host{number}": 9}}']
 

@@ -105,19 +105,23 @@ def _roles(attack: Attack) -> set[str]:
     return {role for _, role in attack}
 
 
-def attacks(faults: Sequence[str], seed: int) -> Iterator[Attack]:
-    """Yield each fault at each role, and after every three of them two at a time; then pairs."""
+def attacks(faults: Sequence[str], seed: int, *, has_pairs: bool = True) -> Iterator[Attack]:
+    """Yield each fault at each role, and after every three of them two at a time; then pairs.
+
+    Without pairs, it yields each fault at each role alone.
+    """
     chance = random.Random(seed)
     first = ("kill", "learner"), ("kill", "keeper")
     yield from [(each,) for each in first]
-    yield first
+    if has_pairs:
+        yield first
     singles = [each for each in itertools.product(faults, PLACES) if each not in first]
     chance.shuffle(singles)
     for number, single in enumerate(singles, 1):
         yield (single,)
-        if number % 3 == 0:
+        if has_pairs and number % 3 == 0:
             yield _pair(faults, chance)
-    while True:
+    while has_pairs:
         yield _pair(faults, chance)
 
 
@@ -231,7 +235,7 @@ def run(given: argparse.Namespace, folder: Path, system: System) -> tuple[list[s
         if not record.wait(lambda: len(record.works("learner", 0.0)) >= CALM, START_LIMIT):
             return ["the program does not start"], []
         begin = record.now()
-        for attack in attacks(there.faults, given.seed):
+        for attack in attacks(there.faults, given.seed, has_pairs=not given.single):
             if record.now() - begin > 60 * given.minutes or len(problems) > 3:
                 break
             losses.append(strike(there, attack, problems))
@@ -335,6 +339,7 @@ def arguments() -> argparse.Namespace:
     add("--slurm", action="store_true", help="as steps of this allocation of Slurm")
     names = [each.name for each in SYSTEMS]
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="of these systems")
+    add("--single", action="store_true", help="one fault at a time, each of them once")
     add("--seed", type=int, default=0, help="of the order of the faults")
     add("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     folder = Path(__file__).parents[1] / "out" / "chaos"
