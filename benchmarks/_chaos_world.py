@@ -7,9 +7,9 @@ import math
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ._hosts import Host, hosts
 
@@ -81,22 +81,36 @@ class Record:
 
 
 class World:
-    """The hosts and the processes of a run.
+    """The processes of a run on some machines, and what can happen to them.
 
     Args:
-        machines: the hosts.
         folder: folder of the place where the roles meet, and of what they write to stderr.
         words: options of the program.
     """
 
-    def __init__(self, machines: list[Host], folder: Path, *words: str) -> None:
+    faults: tuple[str, ...] = "kill", "freeze", "cut", "drain", "hang"
+    deaths: tuple[str, ...] = "kill", "drain", "hang"
+    """Those of them after which there is another process."""
+    last: tuple[str, ...] = ("kill",)
+    """Faults of all at once, at the end of a run."""
+    patience = 60.0
+    """Seconds until a role is back; nobody waits as long."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
         self.record = Record()
-        self._hosts = {role: machines[number] for role, number in PLACES.items()}
-        for role, host in self._hosts.items():
+        for role in PLACES:
             errors = (folder / f"{role}.log").open("w")
             given = (role, "--place", f"file://{folder}/week", *words)
-            process = host.loop(PROGRAM, *given, stdout=subprocess.PIPE, stderr=errors)
+            process = self._loop(role, given, errors)
             threading.Thread(target=self._read, args=(role, process), daemon=True).start()
+
+    def _loop(self, role: str, words: Sequence[str], errors: IO[str]) -> "subprocess.Popen[str]":
+        """Start a role on its machine, again whenever it fails."""
+        raise NotImplementedError
+
+    def _run(self, role: str, *words: str) -> None:
+        """Run a command on the machine of a role."""
+        raise NotImplementedError
 
     def _read(self, role: str, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
@@ -105,11 +119,20 @@ class World:
                 self.record.add(role, json.loads(text))
 
     def _signal(self, name: str, role: str) -> None:
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has just ended by itself
+            self._run(role, "kill", f"-{name}", str(self._pid(role)))
+
+    def _pid(self, role: str) -> int:
+        """Return the number of a role's process on its machine."""
         entered = self.record.last(role, "pid")
         assert entered is not None
-        pid = entered.values["pid"]  # its number on the host
-        with contextlib.suppress(subprocess.CalledProcessError):  # it has just ended by itself
-            self._hosts[role].run("kill", f"-{name}", str(pid))
+        found: int = entered.values["pid"]
+        return found
+
+    def dump(self) -> None:
+        """Let all processes write where they stand: one of them does not work."""
+        for role in PLACES:
+            self._signal("USR2", role)
 
     def kill(self, role: str) -> None:
         """Kill a process, as the kernel does that has no memory left."""
@@ -129,6 +152,20 @@ class World:
         time.sleep(SILENT)
         self._signal("CONT", role)
 
+
+class OnHosts(World):
+    """The same on hosts of this machine."""
+
+    def __init__(self, machines: list[Host], folder: Path, *words: str) -> None:
+        self._hosts = {role: machines[number] for role, number in PLACES.items()}
+        super().__init__(folder, *words)
+
+    def _loop(self, role: str, words: Sequence[str], errors: IO[str]) -> "subprocess.Popen[str]":
+        return self._hosts[role].loop(PROGRAM, *words, stdout=subprocess.PIPE, stderr=errors)
+
+    def _run(self, role: str, *words: str) -> None:
+        self._hosts[role].run(*words)
+
     def cut(self, role: str) -> None:
         """Drop all packets of a role's host for longer than its heartbeat."""
         with self._hosts[role].without_packets():
@@ -139,4 +176,4 @@ class World:
 def world(folder: Path, *words: str) -> Iterator[World]:
     """Start the program on four hosts; at the end all of its processes are killed."""
     with hosts(4) as machines:
-        yield World(machines, folder, *words)
+        yield OnHosts(machines, folder, *words)

@@ -17,6 +17,7 @@ made all steps. docs/guides/week.md has the supervisors.
 
 import argparse
 import asyncio
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -268,13 +269,16 @@ def run(given: argparse.Namespace) -> None:
 def start(run: Callable[[argparse.Namespace], None], given: argparse.Namespace) -> None:
     """Play a role here, or with `--supervise` in a process of its own, again until that succeeds.
 
-    Such a process is forked from one that has imported torch, and so starts in no time.
+    Such a process is forked from this one, which has imported torch: it starts in no time. With
+    `--lock` this one may be a spare: it waits until the last process of another supervisor ends.
     """
     if not given.supervise:
         run(given)
         return
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["examples.week"])
+    processes = multiprocessing.get_context("fork")  # there are no threads here
+    if given.lock is not None:
+        lock = os.open(given.lock, os.O_RDWR | os.O_CREAT)  # forked processes hold it, too
+        fcntl.flock(lock, fcntl.LOCK_EX)
     while True:
         process = processes.Process(target=run, args=(given,))
         process.start()
@@ -297,6 +301,7 @@ def parse(*args: str) -> argparse.Namespace:
     add("--rest", type=float, default=0.0, help="seconds that an environment rests after a rollout")
     add("--pause", type=float, default=1.0, help="seconds between two evaluations")
     add("--supervise", action="store_true", help="start the role again whenever it fails")
+    add("--lock", metavar="PATH", help="of the role's supervisors, of which one works at a time")
     add("--heartbeat", type=float, default=2.0, help="seconds until a silent peer is lost")
     add("--watchdog", type=float, default=10.0, help="seconds until a process that hangs ends")
     add("--seed", type=int, default=0)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from .. import CallTimeout, RRef, WorkerGone, lookup, remote, timeout as bounded
+from .. import CallTimeout, RRef, UnknownWorker, WorkerGone, lookup, remote, timeout as bounded
 from .relays import own_host, start_relay
 from .shards import Slice, Wanted
 from .snapshots import Snapshot
@@ -78,7 +78,7 @@ class Source:
                 if relay is not None:
                     with bounded(RELAY_TIMEOUT):
                         sender = await lookup(name, on=relay)
-            except (CallTimeout, WorkerGone):
+            except (CallTimeout, WorkerGone, UnknownWorker):  # it may have left before we came
                 if relay == me:
                     raise
                 lost = relay

@@ -479,6 +479,18 @@ async def test_a_publisher_that_is_lost_once_more(following: Following) -> None:
     assert weights.losses == 0
 
 
+@pytest.mark.promise("training.relays")
+async def test_a_relay_that_left_before_this_worker_came(world: aiorpc.types.Worker) -> None:
+    """Its name is unknown here: the follower is the relay of its host from now on."""
+    weights = published()
+    assert (await weights.source("other", "gone"))[0] == "gone"
+    policy = Follower("policy", "main", None, host="other")
+    async with asyncio.timeout(SOON), policy:
+        await policy._begin()
+        assert policy.version == 0
+        assert (await weights.source("other", "late"))[0] == "main"
+
+
 async def test_a_relay_drops_what_is_not_asked_for(
     following: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
