@@ -93,7 +93,8 @@ def start_task(
         return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)  # type: ignore[call-arg]
     if asyncio.current_task(loop) is None:  # else the step cannot run inside that task's
         # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead.
-        loop.call_soon = _take_step  # type: ignore[method-assign, assignment]
+        with contextlib.suppress(AttributeError):  # a loop of another library may have slots
+            loop.call_soon = _take_step  # type: ignore[method-assign, assignment]
     try:
         return asyncio.Task(coroutine, loop=loop, name=name, context=context)
     except BaseException:
