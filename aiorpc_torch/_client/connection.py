@@ -89,7 +89,7 @@ class Connection(Channel):
     Attributes:
         number: number of this connection among those of this process.
         key: that of its session at the peer.
-        phase: how far it is.
+        phase: its phase, which only `_enter` changes.
         encoder: encodes the calls.
         pending: the calls that wait for a reply.
         window: those that were sent.

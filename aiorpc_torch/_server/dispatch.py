@@ -243,22 +243,23 @@ class Dispatcher:
         session, rest = self._session, iter(tensors)
         calls: list[RpcCall] = []
         for group in groups:
-            head, before = self.heads.get(group.head), len(calls)
+            data, numbers, columns, budgets, batches, carried = group
+            head, before = self.heads.get(data), len(calls)
             if head is None:
-                head = self._new_head(group.head)
+                head = self._new_head(data)
             wire = head.wire
             try:
                 function, on_loop, joiner, kind = head.resolve(rest, self._exports)
             except BaseException as exc:  # each call of the group raises it
                 wire.skip(group, rest)
-                calls += self._failing(group.numbers, reply, now, exc, stream=wire.stream)
+                calls += self._failing(numbers, reply, now, exc, stream=wire.stream)
                 continue
-            numbers, columns, kind_of_all = group.numbers, group.columns, wire.only_kind
-            if kind_of_all is not None and len(columns) == 1:  # one argument each
+            only_kind = wire.only_kind
+            if only_kind is not None and len(columns) == 1:  # one argument each
                 if type(columns[0]) is bytes:  # a small tensor, the common case
-                    values: list[Any] = from_bytes(kind_of_all, columns[0], len(numbers))
+                    values: list[Any] = from_bytes(only_kind, columns[0], len(numbers))
                 else:
-                    values = read_cells(kind_of_all, columns[0], rest, len(numbers))
+                    values = read_cells(only_kind, columns[0], rest, len(numbers))
                 rows: list[Any] = [((value,), {}) for value in values]
             else:
                 rows = wire.rows(group, rest)
@@ -273,7 +274,7 @@ class Dispatcher:
                     if type(row) is OnDevice:
                         call.arguments, call.fence = row.value, fence_tensors(row.tensors)
                 calls.append(call)
-            if group.budgets or group.batches or group.carried:
+            if budgets or batches or carried:
                 self._bound(calls[before:], group)
         if len(groups) > 1:
             calls.sort(key=attrgetter("number"))

@@ -33,7 +33,7 @@ TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window ad
 
 
 class Phase(IntEnum):
-    """The phase of a connection. It only goes forward, from each phase to any later one.
+    """A phase of a connection, which only goes forward, from each one to any later one.
 
     Up to `JUDGED` it takes calls. From `FINISHED` on, none is pending.
     """
