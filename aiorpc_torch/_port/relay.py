@@ -147,9 +147,10 @@ class Relay:
         self.sequence.put(data)
 
     def _send(self) -> None:
-        while self._unsent or (parts := self.sequence.next()):
-            self._unsent = self._unsent or self._stream.sealed(parts)
-            self._unsent = _send_some(self._stream.sock, self._unsent)
+        stream = self._stream
+        while parts := self._unsent or self.sequence.next():
+            sealed = self._unsent or stream.sealed(parts)
+            self._unsent = _send_some(stream.sock, sealed)
             if self._unsent:
                 return
         if self._is_delivered and self.sequence.is_ended:
