@@ -1,6 +1,8 @@
 """One worker of `benchmarks.between_hosts_soak`.
 
-    python -m benchmarks._between_hosts_soak_side NAME INIT SEED
+    python -m benchmarks._between_hosts_soak_side NAME INIT SEED [PORT]
+
+With PORT workers have one port each, from that one on, and plain torch's calls are made too.
 
 Workers "main" and "a" call all others, and "main" follows the weights of "a". Each worker prints
 its process id, and a line once it is in the world. Then "main" answers each line of its input with
@@ -25,9 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, GroupError, RpcError, RRef, call, lookup, remote
+from aiorpc_torch import Group, GroupError, RpcError, RRef, call, lookup, remote, wrap_future
 from aiorpc_torch._carrier import socket_threads, tensor_sockets
 from aiorpc_torch._carrier.memory import receive_memory_of
 from aiorpc_torch._endpoint import entry_points
@@ -99,7 +102,7 @@ class Caller:
         may_lose: whether calls may end with an error now.
     """
 
-    def __init__(self, me: str, seed: str) -> None:
+    def __init__(self, me: str, seed: str, *, is_by_torch: bool) -> None:
         self.done, self.lost = Counter[str](), Counter[str]()
         self.problems: list[str] = []
         self.may_lose = True
@@ -115,6 +118,8 @@ class Caller:
             (kind.__name__[1:], each): partial(self._one, kind, each) for kind, each in kinds
         }
         steps["group", "all"] = self._group
+        if is_by_torch:  # of those whose process is not replaced
+            steps |= {("torch", each): partial(self._torch, each) for each in CALLERS if each != me}
         self._latest = dict.fromkeys(steps, 0.0)  # starts of the last calls that worked
         self._clients = [shelf.Client(f"{seed}/{each}") for each in range(MIXED) if me == "main"]
         for number, client in enumerate(self._clients):
@@ -194,6 +199,12 @@ class Caller:
     async def _stream(self, far: Any, number: int) -> None:
         found = [each async for each in far.stream(self._me, number)]
         shelf.expect(found, [*range(ITEMS)])
+
+    async def _torch(self, worker: str, number: int) -> None:
+        """Call as plain torch does: no other connection carries it."""
+        x = torch.full((TENSOR // 4,), float(number))
+        found = await wrap_future(rpc.rpc_async(worker, torch.add, (x, 1)))
+        shelf.check(found, len(x), float(number + 1))
 
     async def audit(self) -> None:
         """Compare how the calls have ended with how often they have run."""
@@ -409,18 +420,20 @@ async def publish(weights: Weights) -> None:
         await asyncio.sleep(0.02)
 
 
-async def main(name: str, init: str, seed: str) -> None:
+async def main(name: str, init: str, seed: str, port: str = "") -> None:
     global caller
     print(os.getpid(), flush=True)
     gc.freeze()
     options: Any = {"rank": WORKERS.index(name), "world_size": len(WORKERS)}
+    if port:
+        options["port"] = int(port) + options["rank"]
     async with aiorpc.worker(name, init_method=init, heartbeat=HEARTBEAT, **options) as me:
         target, weights = Target(), Weights({"w": torch.zeros(TENSOR // 4)})
         aiorpc.register("target", target)
         print("in", flush=True)
         tasks = []
         if name in CALLERS:
-            caller = Caller(me.name, seed)
+            caller = Caller(me.name, seed, is_by_torch=bool(port))
             tasks += caller.tasks
         if name == "a":
             aiorpc.register("policy", weights)

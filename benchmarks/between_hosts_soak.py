@@ -12,7 +12,10 @@ addresses, and with IPv6 addresses alone; `--quick` plays half of them in each.
 The exit code is 1 if a call ended wrongly or did not end, calls worked too late, or something is
 left or grows. Needs root on Linux.
 
-    python -m benchmarks.between_hosts_soak [--quick] [--rounds N] [--only WORD] [--seed N]
+With `--port` each worker has one port, and "main" and "a" call each other by plain torch too.
+Such a call has to work in the same time: what torch sends outlives the flows between the ports.
+
+    python -m benchmarks.between_hosts_soak [--quick] [--rounds N] [--only WORD] [--seed N] [--port]
 """
 
 import argparse
@@ -35,6 +38,7 @@ from ._soak_end import end, parse_sizes
 
 SIDE = "benchmarks._between_hosts_soak_side"
 PORT = 29513
+ONE_PORT = 29600  # of the first worker, with `--port`
 HOSTS = {"main": 0, "a": 1, "b": 1, "c": 2}
 HEALED = 2.0  # seconds until calls work after the end of a fault
 LOST = HEARTBEAT + 1.0  # seconds until they do in spite of a flow that is dropped
@@ -55,10 +59,12 @@ OWN = {"OUTPUT": "sport", "INPUT": "dport"}  # the port of this end
 class World:
     """The workers on their hosts."""
 
-    def __init__(self, made: list[Host], seed: int) -> None:
+    def __init__(self, made: list[Host], seed: int, *, has_one_port: bool = False) -> None:
         self.hosts = made
         address = f"[{made[0].address}]" if made[0].is_ipv6 else made[0].address
+        self.has_one_port = has_one_port
         self._words = [f"tcp://{address}:{PORT}", str(seed)]
+        self._words += [str(ONE_PORT)] if has_one_port else []
         self._processes: dict[str, tuple[subprocess.Popen[str], str]] = {}
         for each in WORKERS:
             self.start(each)
@@ -156,15 +162,20 @@ def filtering(host: Host, rules: Sequence[list[str]], *verdict: str) -> Iterator
 
 @contextlib.contextmanager
 def dropped_flow(what: str, way: str, world: World) -> Iterator[None]:
-    """Drop the packets of one connection between "main" and "a"."""
+    """Drop the packets of one connection between "main" and "a", or of all but that for calls."""
     host, calls = world.hosts[0], world.ask("calls")
-    own = calls
-    if what == "tensors":
+    dropped = [calls]
+    if what != "calls":  # with one port they look alike: all but those for calls
         words = host.inside("ss", "-Htn", "state", "established", "dport", f"= :{world.ports[1]}")
         lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout
         found = [int(each.split()[2].rpartition(":")[2]) for each in lines.splitlines()]
-        own = next(each for each in found if each != calls)
-    rules = [[*each, "-p", "tcp", f"--{OWN[each[0]]}", str(own)] for each in CHAINS[way]]
+        dropped = [each for each in found if each != calls]
+        dropped = dropped if world.has_one_port else dropped[:1]
+    rules = [
+        [*each, "-p", "tcp", f"--{OWN[each[0]]}", str(own)]
+        for each in CHAINS[way]
+        for own in dropped
+    ]
     with filtering(host, rules):
         yield
 
@@ -247,7 +258,7 @@ def jumping(world: World) -> Iterator[None]:
     world.ask("jump 0")
 
 
-def faults(*, is_quick: bool, is_last: bool) -> list[Fault]:
+def faults(*, is_quick: bool, is_last: bool, has_one_port: bool = False) -> list[Fault]:
     """Return the faults of a round."""
     flows = [
         Fault(
@@ -257,7 +268,7 @@ def faults(*, is_quick: bool, is_last: bool) -> list[Fault]:
             stays=True,
         )
         for way in CHAINS
-        for what in ("calls", "tensors")
+        for what in ("calls", "torch and tensors" if has_one_port else "tensors")
     ]
     cuts = [1.0, 10.0, *([100.0] if is_last and not is_quick else [])]
     return [
@@ -329,9 +340,14 @@ def play_all(run: Run, given: argparse.Namespace, *, is_ipv6: bool) -> None:
     """Play the faults between hosts of one family of addresses."""
     samples = []
     print(f"\nhosts with {'IPv6' if is_ipv6 else 'IPv4'} addresses alone", flush=True)
-    with hosts(3, is_ipv6=is_ipv6) as made, contextlib.closing(World(made, given.seed)) as world:
+    has_one_port = given.port
+    with (
+        hosts(3, is_ipv6=is_ipv6) as made,
+        contextlib.closing(World(made, given.seed, has_one_port=has_one_port)) as world,
+    ):
         for number in range(given.rounds):
-            found = faults(is_quick=given.quick, is_last=number == given.rounds - 1)
+            is_last = number == given.rounds - 1
+            found = faults(is_quick=given.quick, is_last=is_last, has_one_port=has_one_port)
             found = found[is_ipv6::2] if given.quick else found
             for each in found:
                 if given.only in each.name:
@@ -374,6 +390,7 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="1 round, half of it in each family")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all faults (8)")
     parser.add_argument("--only", metavar="WORD", default="", help="faults with this in their name")
+    parser.add_argument("--port", action="store_true", help="one port for each worker")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the clients (0)")
     try:
         found = main(parse_sizes(parser, rounds=(1, 8)))

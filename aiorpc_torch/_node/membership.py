@@ -349,9 +349,10 @@ class Membership:
         known = self._peers.peers
         self._cut = {each for each in self._cut | lost if known.get(each.name) is each}
         back = {each for each in self._cut if each.state is State.ALIVE}
-        elsewhere = [*filter(None, map(self._peers.address_elsewhere, lost | back))]
-        own = self._peers.own.member
-        if not elsewhere or not send_again_to(elsewhere, own.endpoint or own.address):
+        # With one port for each worker, the ports replace what carries nothing (`_port.relay`).
+        direct = (each for each in lost | back if not each.member.endpoint)
+        elsewhere = [*filter(None, map(self._peers.address_elsewhere, direct))]
+        if not elsewhere or not send_again_to(elsewhere, self._peers.own.member.address):
             self._cut -= back
 
     def _silence_error(self, peer: Peer, seconds: float) -> WorkerLost:

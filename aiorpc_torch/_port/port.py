@@ -23,18 +23,20 @@ from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
 from .._aio.silence import end_when_silent, probe_when_idle, retry_soon
 from .._aio.unix_sockets import BACKLOG
+from .accepted_relays import READY, UNKNOWN, AcceptedRelays
 from .purposes import (
     CALLS,
     DIRECTORY,
     MAX_FIRST,
     PREFACE,
     TENSORS,
-    TORCH,
     HelloReader,
     preface,
     read_preface,
     server_name,
 )
+from .relay import receive_exactly
+from .sequence import OPENING
 from .strangers import Strangers
 from .streams import LINGER, PlainStream, TlsStream, splice
 from .tls import Tls, TlsError
@@ -46,23 +48,20 @@ PROOF_TIMEOUT = 5.0  # seconds until a connection has proven itself
 MAX_WARNINGS = 64  # reasons for refusals that are logged as warnings
 CERTIFICATE_INTERVAL = 60.0  # seconds between two looks at the certificate, without connections
 
-_READY = b"+"
-"""Sent by the end that was connected to, once it has admitted the other one."""
-
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
 """A fatal alert of TLS: an unexpected message."""
 
-DIRECTORY_SILENCE, TORCH_SILENCE = 120.0, 900.0
-"""Seconds after which what passes through a port ends if the other end acknowledges nothing. The
-directory's clients connect again. torch never replaces a connection that has ended, so its link
-may be cut for as long as TCP tries by itself. Connections for calls have no such limit: their owner
-judges silence."""
-
-_SILENCE = {DIRECTORY: DIRECTORY_SILENCE, TORCH: TORCH_SILENCE}
+DIRECTORY_SILENCE = 120.0
+"""Seconds after which a connection to the directory ends if the other end acknowledges nothing: its
+clients connect again. The other ones have no such limit: their owners judge silence."""
 
 Accepted = Callable[..., object]
 """Takes a connected socket, on the event loop of the port. By TLS it takes more: for calls the
 settings by which asyncio uses that socket, for the directory the address of the host."""
+
+
+class UnknownConnection(ConnectionError):
+    """The other end does not know the connection that is to go on: its process is another one."""
 
 
 class Port:
@@ -72,13 +71,15 @@ class Port:
         host: the address to listen at.
         number: the port, 0 for a random one.
         tls: the certificate; None for connections in clear text.
+        heartbeat: seconds within which a dead flow of torch's RPC is noticed (default: 10).
 
     Raises:
         OSError: if the port is in use; the message names it.
     """
 
-    def __init__(self, host: str, number: int, tls: Tls | None) -> None:
+    def __init__(self, host: str, number: int, tls: Tls | None, heartbeat: float = 10.0) -> None:
         self.tls = tls
+        self.heartbeat = heartbeat
         listening = _listen(host, number)
         self.host, self.number = listening.getsockname()[:2]
         self.torch: tuple[str, int] | None = None
@@ -89,6 +90,7 @@ class Port:
         self._of_directory: list[Acceptor] = []
         self._hellos = HelloReader()
         self._strangers = Strangers(MAX_UNPROVEN)
+        self._relays = AcceptedRelays(heartbeat)
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = LoopThread("aiorpc-port", self._serve)
@@ -156,6 +158,7 @@ class Port:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._relays.close()
 
     def _look_at(self, tls: Tls) -> None:
         tls.look()
@@ -230,7 +233,7 @@ class Port:
                     return
                 if purpose == DIRECTORY and self.tls is None:
                     handler = self._handler(purpose)
-                    accepted.send(_READY)  # there is room in a new socket
+                    accepted.send(READY)  # there is room in a new socket
                     handler(accepted)
                     return
                 if purpose == CALLS:
@@ -238,23 +241,38 @@ class Port:
                     handler(accepted, (await self._secured(accepted)).settings())
                     return
                 stream = await self._proven(accepted)
-                local = await self._local_end(purpose, host)
+                _limit_silence(accepted, purpose)
+                passing = await self._passing(purpose, stream, host)
         except (OSError, ValueError) as exc:  # also a TimeoutError
             self.log_refusal(host, exc)
             if self.tls is not None and isinstance(exc, ValueError):
                 _send_alert(accepted)
             accepted.close()
             return
-        # Without TLS a connection of torch's proves nothing, and still counts no more: torch never
-        # replaces one, so a member's must not be closed in favour of others.
+        # Without TLS a connection of torch's proves nothing, and still counts no more: a member's
+        # must not be closed in favour of others.
         self._strangers.remove(asyncio.current_task())
-        with accepted, local:
-            _limit_silence(accepted, purpose)
+        with accepted, contextlib.suppress(OSError, ValueError):
+            await passing
+
+    async def _passing(
+        self, purpose: str, stream: PlainStream, host: str
+    ) -> Coroutine[Any, Any, None]:
+        """Find the other end of what passes; return the coroutine that lets it pass."""
+        if purpose == DIRECTORY:
+            return self._pass_to_directory(stream, self._directory_end(host))
+        opening = await receive_exactly(stream, OPENING)
+        if (relay := await self._relays.take_over(opening, self._connect_torch)) is None:
+            await stream.send(UNKNOWN)
+            raise ConnectionResetError("it goes on with a connection that is not known here")
+        return self._relays.carry(relay, stream, opening, host)
+
+    async def _pass_to_directory(self, stream: PlainStream, local: socket.socket) -> None:
+        with local:
             with contextlib.suppress(OSError):
-                await stream.send(_READY)
+                await stream.send(READY)
             # The directory closes what it refuses: that would be counted by nothing meanwhile.
-            linger = 0.0 if purpose == DIRECTORY else LINGER
-            await splice(stream, PlainStream(local), linger)
+            await splice(stream, PlainStream(local), linger=0.0)
 
     async def _purpose_of(self, accepted: socket.socket) -> str:
         pause, needed = 0.001, MAX_FIRST if self.tls else PREFACE
@@ -288,14 +306,15 @@ class Port:
                 raise ConnectionResetError("it has ended") from exc
         return stream
 
-    async def _local_end(self, purpose: str, host: str) -> socket.socket:
-        """Return the socket to which a connection from a host is spliced."""
-        if purpose == DIRECTORY:
-            handler = self._handler(purpose)
-            ours, theirs = socket.socketpair()
-            ours.setblocking(False)
-            handler(theirs, host)
-            return ours
+    def _directory_end(self, host: str) -> socket.socket:
+        """Return the socket to which a connection with the directory from a host is spliced."""
+        handler = self._handler(DIRECTORY)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        handler(theirs, host)
+        return ours
+
+    async def _connect_torch(self) -> socket.socket:
         if self.torch is None:
             raise ConnectionRefusedError("torch's RPC has not started")
         family = socket.AF_INET6 if ":" in self.torch[0] else socket.AF_INET
@@ -318,19 +337,31 @@ class Port:
 
     # ── connections to others ───────────────────────────────────────────────────────────────────
 
-    async def open(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
+    async def open(
+        self, connected: socket.socket, purpose: str, peer: str, opening: bytes = b""
+    ) -> PlainStream:
         """Ask for a purpose at a connected socket, and wait until it is admitted. On the loop.
 
-        Raises the exceptions of `secure`. The socket is closed then.
+        Raises the exceptions of `secure`, and `UnknownConnection`. The socket is closed then.
+
+        Args:
+            connected: the socket.
+            purpose: one of `PURPOSES`.
+            peer: the other end, for messages.
+            opening: of a flow of torch's (`sequence`).
         """
         try:
             stream = await self._asked(connected, purpose, peer)
+            if opening:
+                await stream.send(opening)
             if self.tls is None:
                 ready = await stream.receive(1)
             else:
                 with self.tls.explaining(peer):
                     ready = await stream.receive(1)
-            if ready != _READY:
+            if ready == UNKNOWN:
+                raise UnknownConnection(f"{peer} does not know the connection")
+            if ready != READY:
                 raise ConnectionResetError(f"{peer} has closed the connection")
         except BaseException:
             connected.close()
@@ -358,10 +389,9 @@ class Port:
 
 
 def _limit_silence(connected: socket.socket, purpose: str) -> None:
-    if purpose in _SILENCE:
-        end_when_silent(connected, _SILENCE[purpose])
-    if purpose == DIRECTORY:  # torch's are as if they were its own (`_torch.pipes`)
-        retry_soon(connected)
+    if purpose == DIRECTORY:
+        end_when_silent(connected, DIRECTORY_SILENCE)
+    retry_soon(connected)
 
 
 def _send_alert(accepted: socket.socket) -> None:

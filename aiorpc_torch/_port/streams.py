@@ -12,9 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from .sequence import Part
+
 T = TypeVar("T")
 
+
 CHUNK = 1 << 18  # bytes that are read at once
+RECORD = 1 << 14  # bytes in a record of TLS
 LINGER = 1.0  # seconds for the other direction to end
 
 
@@ -32,6 +36,18 @@ class PlainStream:
     async def send(self, data: bytes) -> None:
         """Send bytes. One task may send while another one receives."""
         await self._loop.sock_sendall(self.sock, data)
+
+    def sealed(self, parts: list[Part]) -> list[Part]:
+        """Return the bytes of the socket that bring these to the other end."""
+        return parts
+
+    def unsealed(self, data: bytes | None) -> bytes | None:
+        """Return what bytes of the socket bring, b"" at the end, None if it is not whole yet.
+
+        Args:
+            data: the bytes, b"" at the end; None for what `receive` has left.
+        """
+        return data
 
     def end(self) -> None:
         """Tell the other end that nothing follows."""
@@ -77,12 +93,30 @@ class TlsStream(PlainStream):
         self._tls.write(data)
         await self._flush()
 
+    def sealed(self, parts: list[Part]) -> list[Part]:
+        is_small = sum(map(len, parts)) < RECORD
+        for part in (b"".join(parts),) if is_small else parts:
+            self._tls.write(part)
+        return [self._unsent.read()]
+
+    def unsealed(self, data: bytes | None) -> bytes | None:
+        if data:
+            self._received.write(data)
+        elif data is not None:
+            self._received.write_eof()
+        try:
+            return self._read(self._received.pending + CHUNK)
+        except ssl.SSLWantReadError:
+            return None
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return b""
+
     def _read(self, limit: int) -> bytes:
-        """Return all that is there: OpenSSL gives 16 KiB at a time."""
-        parts = [self._tls.read(limit)]
+        """Return all that is there: OpenSSL gives a record at a time."""
+        parts = [self._tls.read(min(limit, RECORD))]
         with contextlib.suppress(ssl.SSLError):  # the next call raises it again
             while parts[-1] and (limit := limit - len(parts[-1])):
-                parts.append(self._tls.read(limit))
+                parts.append(self._tls.read(min(limit, RECORD)))
         return b"".join(parts)
 
     async def _step(self, step: Callable[[], T]) -> T:

@@ -7,21 +7,30 @@ from here. So the answer is given the address of the loopback socket instead.
 """
 
 import asyncio
+import contextlib
 import logging
+import secrets
 import socket
 import struct
+from itertools import chain, repeat
 from urllib.parse import urlsplit
 
 from .._aio.acceptor import Acceptor
-from .port import Port, connect, prepare
+from .accepted_relays import TORCH_SILENCE
+from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH
-from .streams import PlainStream, splice
+from .relay import Relay, receive_exactly
+from .sequence import COUNT, Part, format_opening, read_count
+from .streams import LINGER, PlainStream
 
 log = logging.getLogger("aiorpc_torch")
 
 # Seconds between attempts: a port with too many connections without proof closes some.
-_RETRY_DELAYS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-ATTEMPT_TIMEOUT = 10.0  # seconds for an attempt: a host that is frozen or cut off answers nothing
+_RETRY_DELAYS = (0.01, 0.05, 0.1, 0.2, 0.5)
+CONNECT_TIMEOUT = 1.0  # seconds: TCP tries again later and later, also once the link is whole
+ATTEMPT_TIMEOUT = 5.0  # seconds for an attempt: a host that is frozen or cut off answers nothing
+OPENING_TIMEOUT = 60.0  # seconds after which no attempt follows, if none was ever admitted
+REFUSAL_TIMEOUT = 0.15  # seconds for a firewall that resets, and soon admits, connections
 _BACKLOG = 16
 _LENGTH = struct.Struct("<Q")  # precedes each message of TensorPipe
 _STRING = 0xBD  # precedes the length of a short string and the string
@@ -87,7 +96,7 @@ class _Tunnel:
         self._endpoint = endpoint
         self._is_first = True
         self._acceptor: Acceptor | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # of its connections
+        self._tasks: dict[asyncio.Task[None], socket.socket] = {}  # of its connections
 
     def start(self) -> None:
         """Take torch's connections until `close`. The first one asks for the address."""
@@ -95,8 +104,10 @@ class _Tunnel:
 
     def close(self) -> None:
         """End the connections, and take no more."""
-        for task in self._tasks:
-            task.cancel()
+        for task, accepted in self._tasks.items():
+            with contextlib.suppress(OSError):  # for the other end, too
+                accepted.shutdown(socket.SHUT_RDWR)
+            asyncio.get_running_loop().call_later(LINGER, task.cancel)
         if self._acceptor is not None:
             self._port.end_accepting(self._acceptor)
         else:
@@ -108,66 +119,104 @@ class _Tunnel:
         is_first, self._is_first = self._is_first, False
         prepare(accepted)
         task = self._port.start(self._pass(accepted, is_first), accepted)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = accepted
+        task.add_done_callback(self._tasks.pop)
 
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
-        try:
-            stream = await self._connect()
-        except OSError as exc:
-            self.failure = str(exc)
-            log.warning("no connection with worker %r: %s", self._peer, exc)
-            return
-        local = PlainStream(accepted)
-        await splice(local, _Readdressed(stream, self._old, self._new) if is_first else stream)
+        readdressing = [_Readdressing(self._old, self._new)] if is_first else []
+        relay = Relay(accepted, self._port.heartbeat, *readdressing)
+        identity, is_new, refusal = secrets.token_bytes(16), True, 0.0
+        while not relay.is_over:
+            opening = format_opening(identity, relay.sequence.received, is_new=is_new)
+            try:
+                found = await self._connect(opening, refusal, is_new=is_new)
+                is_closed = await relay.carry(*found)
+            except (OSError, ValueError) as exc:
+                self.failure = str(exc)
+                level = logging.WARNING if is_new else logging.DEBUG  # its loss is told elsewhere
+                log.log(level, "no connection with worker %r: %s", self._peer, exc)
+                return
+            is_new = False
+            # A process that is killed closes the flow in order. If its port refuses the next one,
+            # or torch here has ended, nothing has to be waited for.
+            is_gone = is_closed or relay.sequence.is_ended
+            refusal = 0.0 if is_gone else REFUSAL_TIMEOUT
 
-    async def _connect(self) -> PlainStream:
-        name, reason = f"worker {self._peer!r} at {self._endpoint}", ""
-        for delay in _RETRY_DELAYS:
+    async def _connect(
+        self, opening: bytes, refusal: float, *, is_new: bool
+    ) -> tuple[PlainStream, int]:
+        """Return a flow, and how many bytes the other end has.
+
+        Args:
+            opening: its first bytes.
+            refusal: seconds for which the port may refuse connections.
+            is_new: whether it is the first flow, which is given up sooner.
+
+        Raises:
+            OSError: the reason of the last attempt.
+        """
+        name, loop = f"worker {self._peer!r} at {self._endpoint}", asyncio.get_running_loop()
+        begin, patience = loop.time(), OPENING_TIMEOUT if is_new else TORCH_SILENCE
+        for delay in chain(_RETRY_DELAYS, repeat(_RETRY_DELAYS[-1])):
+            error: OSError
             try:
                 async with asyncio.timeout(ATTEMPT_TIMEOUT):
-                    return await self._attempt(name)
+                    return await self._attempt(name, opening)
             except TimeoutError:
-                reason = f"has admitted no connection within {ATTEMPT_TIMEOUT:g} s"
+                past = loop.time() - begin
+                error = ConnectionResetError(
+                    f"{name} has admitted no connection within {past:.3g} s"
+                )
             except (ConnectionResetError, BrokenPipeError):
-                reason = "closes connections before it has admitted them"
+                error = ConnectionResetError(
+                    f"{name} closes connections before it has admitted them"
+                )
+            except ConnectionRefusedError as exc:
+                error, patience = exc, min(patience, refusal)
+            except OSError as exc:
+                error = exc
+                if is_new or isinstance(exc, UnknownConnection):
+                    raise
+            if loop.time() - begin >= patience:
+                raise error
             await asyncio.sleep(delay)
-        raise ConnectionResetError(f"{name} {reason}")
+        raise AssertionError
 
-    async def _attempt(self, name: str) -> PlainStream:
+    async def _attempt(self, name: str, opening: bytes) -> tuple[PlainStream, int]:
         host, number = split_endpoint(self._endpoint)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        connected = await connect(asyncio.get_running_loop(), family, (host, number))
-        return await self._port.open(connected, TORCH, name)
+        async with asyncio.timeout(CONNECT_TIMEOUT):
+            connected = await connect(asyncio.get_running_loop(), family, (host, number))
+        stream = await self._port.open(connected, TORCH, name, opening)
+        try:
+            return stream, read_count(await receive_exactly(stream, COUNT))
+        except BaseException:
+            connected.close()
+            raise
 
 
-class _Readdressed(PlainStream):
-    """A stream from a listener of TensorPipe, in whose first message an address is replaced."""
+class _Readdressing:
+    """Replaces an address in the first message of a listener of TensorPipe.
 
-    def __init__(self, stream: PlainStream, old: str, new: str) -> None:
-        super().__init__(stream.sock)
-        self._stream = stream
+    Other bytes than such a message may wait here for more: torch's RPC does not understand them.
+    """
+
+    def __init__(self, old: str, new: str) -> None:
         self._old, self._new = old, new
         self._first: bytes | None = b""  # what has come of the first message
 
-    async def receive(self, limit: int = MAX_ANSWER) -> bytes:
-        while self._first is not None:
-            data = await self._stream.receive()
-            self._first += data
-            if not data or (size := message_size(self._first)) is None:
-                found, self._first = self._first, None
-                return found
-            if len(self._first) >= size:
-                found, rest = self._first[:size], self._first[size:]
-                self._first = None
-                return replace_address(found, self._old, self._new) + rest
-        return await self._stream.receive(limit)
-
-    async def send(self, data: bytes) -> None:
-        await self._stream.send(data)
-
-    def end(self) -> None:
-        self._stream.end()
+    def __call__(self, data: Part) -> Part:
+        if self._first is None:
+            return data
+        whole = self._first + data
+        size = message_size(whole)
+        if size is not None and len(whole) < size:
+            self._first = whole
+            return b""
+        self._first = None
+        if size is None:
+            return whole
+        return replace_address(whole[:size], self._old, self._new) + whole[size:]
 
 
 def message_size(data: bytes) -> int | None:

@@ -1,4 +1,4 @@
-"""The sockets of torch's connections, and of their tunnels: nothing replaces them."""
+"""The sockets of torch's connections: nothing replaces them."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def send_again_to(addresses: Iterable[str], own_address: str) -> bool:
-    """Let TCP send again soon on torch's connections with peers, or those of tunnels.
+    """Let TCP send again soon on torch's connections with peers.
 
     Otherwise it waits for up to two minutes, also once a link that was cut is whole again. Return
     whether something is sent and not acknowledged.
 
     Args:
-        addresses: those of the peers, as they have told them: URLs, or host and port.
+        addresses: those of the peers, as they have told them.
         own_address: the same of this worker.
     """
     peers = {(url.hostname, url.port) for url in map(_split, addresses) if url.port}

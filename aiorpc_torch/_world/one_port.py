@@ -48,7 +48,7 @@ class OnePort:
     def __init__(self, config: WorkerConfig, host: str) -> None:
         if config.tls is not None:
             config.tls.check()
-        self.port = Port(host, config.port or 0, config.tls)
+        self.port = Port(host, config.port or 0, config.tls, config.heartbeat)
         self._tunnels = Tunnels(self.port)
         self._namespace = network_namespace()
 

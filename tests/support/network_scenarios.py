@@ -261,6 +261,34 @@ async def forgotten(rank: int, **world: Any) -> None:
     tell("left")
 
 
+async def raw(rank: int, *, losses: int, files: list[str] | None, **world: Any) -> None:
+    """Calls of plain torch, and of a torch RRef, each after the flows of torch were lost."""
+    options: Any = {"rank": rank, "world_size": 2, "heartbeat": PATH_HEARTBEAT, **world}
+    options["tls"] = None if files is None else aiorpc.Tls(*files)
+    async with aiorpc.worker(**options) as me:
+        changes = asyncio.create_task(kinds_of_changes(me))
+        (peer,) = me.peers
+        kept = await asyncio.to_thread(rpc.remote, peer, torch.add, (torch.ones(2), 0))
+        await asyncio.to_thread(_call_raw, peer, kept)
+        tell("ready")
+        for _ in range(losses):
+            await told()
+            start = time.monotonic()
+            await asyncio.to_thread(_call_raw, peer, kept)
+            tell("called", time.monotonic() - start)
+        await told()
+    tell("changes", await changes)
+
+
+def _call_raw(peer: str, kept: Any) -> None:
+    one = torch.ones(1 << 18)
+    assert torch.equal(rpc.rpc_sync(peer, torch.add, (one, 1), timeout=PATIENCE), one + 1)
+    assert torch.equal(kept.to_here(timeout=PATIENCE), torch.ones(2))
+
+
+PATIENCE = 20.0  # seconds for a call of torch's
+
+
 CALLS = 4000  # at once: more than a connection sends before it has answers
 
 

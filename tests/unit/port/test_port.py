@@ -18,7 +18,7 @@ from aiorpc_torch._directory import directory_server
 from aiorpc_torch._directory.directory_server import DirectoryServer
 from aiorpc_torch._port import port as module
 from aiorpc_torch._port.port import Port
-from aiorpc_torch._port.purposes import CALLS, DIRECTORY, TENSORS, TORCH, preface, server_name
+from aiorpc_torch._port.purposes import CALLS, DIRECTORY, TENSORS, preface, server_name
 from aiorpc_torch._port.streams import PlainStream
 from aiorpc_torch._port.tls import Tls, TlsError
 from tests.support.certificates import Authority
@@ -224,29 +224,25 @@ async def test_certificates_that_are_refused(
     assert ["unable to get local issuer" in refusals[0], "expired" in refusals[-1]] == [True, True]
 
 
-@pytest.mark.parametrize(("purpose", "seconds"), [(DIRECTORY, 120), (TORCH, 900)])
-async def test_a_silent_end_is_given_up(
-    tls: Tls | None, monkeypatch: pytest.MonkeyPatch, purpose: str, seconds: int
-) -> None:
-    """At both ends of what passes; torch's after a longer cut, since it does not connect again.
+async def test_a_silent_end_is_given_up(tls: Tls | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends of what passes to the directory.
 
     Without TLS nothing passes to the directory: it has the socket, and its own limit.
     """
     limits: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     splice = module.splice
 
-    async def note(one: PlainStream, other: PlainStream, *linger: float) -> None:
+    async def note(one: PlainStream, other: PlainStream, linger: float = 1.0) -> None:
         options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE
         limits.put([one.sock.getsockopt(socket.IPPROTO_TCP, each) for each in options])
-        await splice(one, other, *linger)
+        await splice(one, other, linger)
 
     monkeypatch.setattr(module, "splice", note)
-    with ports(tls, tls) as (near, far), socket.create_server(("127.0.0.1", 0)) as torch:
+    with ports(tls, tls) as (near, far):
         await echo_at(far)
-        far.torch = torch.getsockname()
-        with await near.secure(dial(far), purpose, "far"):
-            for _ in range(1 if purpose == DIRECTORY and tls is None else 2):
-                assert limits.get(timeout=SOON) == [1000 * seconds, min(60, seconds / 2)]
+        with await near.secure(dial(far), DIRECTORY, "far"):
+            for _ in range(1 if tls is None else 2):
+                assert limits.get(timeout=SOON) == [120_000, 60]
 
 
 async def test_sockets_for_a_port_that_is_closed() -> None:

@@ -147,7 +147,7 @@ async def test_a_worker_that_is_not_reached(caplog: pytest.LogCaptureFixture) ->
 async def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again, and given up: its host may be frozen."""
     monkeypatch.setattr(tunnels_module, "ATTEMPT_TIMEOUT", 0.01)
-    monkeypatch.setattr(tunnels_module, "_RETRY_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(tunnels_module, "OPENING_TIMEOUT", 0.02)
     near = Port("127.0.0.1", 0, None)
     try:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -157,9 +157,8 @@ async def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
                 assert await ask(tunnels.open("w1", endpoint, "uv://127.0.0.1:1")) == b""
             for _ in range(2):
                 mute.accept()[0].close()
-        assert tunnels.failure("w1") == (
-            f"worker 'w1' at {endpoint} has admitted no connection within 0.01 s"
-        )
+        expected = f"worker 'w1' at {endpoint} has admitted no connection within 0."
+        assert tunnels.failure("w1").startswith(expected)
     finally:
         near.close()
 

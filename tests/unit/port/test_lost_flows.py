@@ -1,0 +1,284 @@
+"""Tunnels between two ports, over flows that a proxy loses: torch's connections go on."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import select
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from aiorpc_torch._port import accepted_relays, tunnels as tunnels_module
+from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.tls import Tls
+from aiorpc_torch._port.tunnels import Tunnels, format_endpoint, split_endpoint
+from tests.support.certificates import Authority
+from tests.support.slack import SLACK
+from tests.unit.port.test_tunnels import answer_with
+
+HEARTBEAT = 0.8
+SOON = 30.0
+LARGE = 20 << 20  # bytes: more than a window
+
+
+class Proxy:
+    """What is between two ports, and loses flows."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.flows: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self.silent = [set[int](), set[int]()]  # flows whose bytes do not pass, by direction
+        self.refuses = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuses:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection(*split_endpoint(self.target))
+        number = len(self.flows)
+        self.flows.append((writer, far_writer))
+        ways = (reader, far_writer, 0), (far_reader, writer, 1)
+        self._tasks += [asyncio.create_task(self._copy(number, *way)) for way in ways]
+
+    async def _copy(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: int
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if number not in self.silent[way]:
+                    writer.write(data)
+                    await writer.drain()
+        if number not in self.silent[way]:
+            writer.close()
+
+    def lose(self, *ways: int) -> None:
+        """Let no byte of the flows pass any more."""
+        for way in ways:
+            self.silent[way] |= {*range(len(self.flows))}
+
+    def reset(self) -> None:
+        for flow in self.flows:
+            for writer in flow:
+                writer.transport.abort()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.reset()
+
+
+class Ends:
+    """Sockets of torch's at both ends, and what is between."""
+
+    def __init__(self, proxy: Proxy, far: Port, own: str, listening: socket.socket) -> None:
+        self.proxy, self.far, self._own, self._listening = proxy, far, own, listening
+
+    async def connect(self) -> tuple[socket.socket, socket.socket]:
+        """Return a new connection's ends, after the first message of the listener."""
+        near = await asyncio.to_thread(socket.create_connection, split_endpoint(self._own), SOON)
+        far, _ = await asyncio.to_thread(self._listening.accept)
+        far.sendall(answer_with("127.0.0.1:1"))
+        assert await read(near, len(answer_with("127.0.0.1:1"))) == answer_with("127.0.0.1:1")
+        far.settimeout(SOON)
+        return near, far
+
+
+@contextlib.asynccontextmanager
+async def ends(tls: Tls | None) -> AsyncIterator[Ends]:
+    near, far = (Port("127.0.0.1", 0, tls, HEARTBEAT) for _ in range(2))
+    proxy = Proxy(far.endpoint)
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.settimeout(SOON)
+            far.torch = listening.getsockname()
+            endpoint = format_endpoint(*server.sockets[0].getsockname())
+            address = format_endpoint(*listening.getsockname())
+            own = Tunnels(near).open("w1", endpoint, f"uv://{address}").removeprefix("uv://")
+            yield Ends(proxy, far, own, listening)
+    finally:
+        proxy.close()
+        server.close()
+        await asyncio.to_thread(near.close)
+        await asyncio.to_thread(far.close)
+
+
+@pytest.fixture(params=["clear", "tls"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> Tls | None:
+    return Authority(tmp_path).tls() if request.param == "tls" else None
+
+
+async def read(sock: socket.socket, size: int) -> bytes:
+    def receive() -> bytes:
+        received = b""
+        while len(received) < size and (data := sock.recv(size - len(received))):
+            received += data
+        return received
+
+    return await asyncio.to_thread(receive)
+
+
+async def exchange(*socks: socket.socket) -> None:
+    """Bytes pass both ways."""
+    for one, other in (socks, socks[::-1]):
+        one.sendall(b"hello")
+        assert await read(other, 5) == b"hello"
+
+
+LOSSES: dict[str, Callable[[Proxy], object]] = {
+    "to the acceptor": lambda proxy: proxy.lose(0),
+    "from the acceptor": lambda proxy: proxy.lose(1),
+    "both ways": lambda proxy: proxy.lose(0, 1),
+    "reset": Proxy.reset,
+}
+
+
+@pytest.mark.promise("worlds.tunnels")
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_a_flow_that_is_lost(tls: Tls | None, loss: str) -> None:
+    """Another one carries what was sent meanwhile, both ways; again and again."""
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        with near, far:
+            for _ in range(2):
+                await exchange(near, far)
+                LOSSES[loss](made.proxy)
+                begin = time.monotonic()
+                await exchange(near, far)
+                assert time.monotonic() - begin < HEARTBEAT + 1.0 + SLACK
+            assert len(made.proxy.flows) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.promise("worlds.tunnels")
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_large_messages_over_flows_that_are_lost(tls: Tls | None, loss: str) -> None:
+    """Every byte arrives once and in order, both ways, and then the end."""
+    data = [os.urandom(LARGE) for _ in range(2)]
+
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        with near, far:
+            whole = [asyncio.create_task(read(each, LARGE)) for each in (far, near)]
+            sending = [
+                asyncio.create_task(asyncio.to_thread(sock.sendall, sent))
+                for sock, sent in zip((near, far), data, strict=True)
+            ]
+            for number in (1, 2):
+                async with asyncio.timeout(SOON):
+                    while len(made.proxy.flows) < number:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.02)  # some of it has passed
+                LOSSES[loss](made.proxy)
+            async with asyncio.timeout(SOON):
+                found = await asyncio.gather(*whole)
+                assert [*map(len, found)] == [LARGE, LARGE]
+                assert found == data
+                await asyncio.gather(*sending)
+                near.shutdown(socket.SHUT_WR)
+                assert await read(far, 1) == b""
+
+
+async def test_a_reader_that_waits_for_long(tls: Tls | None) -> None:
+    """What comes meanwhile waits where it is, and no end keeps more than its window."""
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        with near, far:
+            data = bytes(4 * LARGE)  # more than the system's buffers on the way
+            sending = asyncio.create_task(asyncio.to_thread(near.sendall, data))
+            await asyncio.sleep(1.5 * HEARTBEAT)  # what is tested
+            assert not sending.done()
+            assert len(await read(far, len(data))) == len(data)
+            await sending
+
+
+@pytest.mark.promise("worlds.tunnels")
+async def test_a_worker_that_is_dead(tls: Tls | None) -> None:
+    """Its port refuses connections: torch learns it at once."""
+    near, far = (Port("127.0.0.1", 0, tls, SOON) for _ in range(2))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            far.torch = listening.getsockname()
+            own = Tunnels(near).open("w1", far.endpoint, "uv://127.0.0.1:1")
+            ours = socket.create_connection(split_endpoint(own.removeprefix("uv://")), SOON)
+            theirs, _ = await asyncio.to_thread(listening.accept)
+        with ours, theirs:
+            await asyncio.to_thread(far.close)
+            assert await read(ours, 1) == b""
+    finally:
+        near.close()
+        far.close()
+
+
+async def test_another_process_at_the_port(tls: Tls | None) -> None:
+    """It does not know the connection, which ends."""
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        other = Port("127.0.0.1", 0, tls, HEARTBEAT)
+        try:
+            other.torch = made.far.torch
+            made.proxy.target = other.endpoint
+            with near, far:
+                made.proxy.reset()
+                assert await read(near, 1) == b""
+        finally:
+            await asyncio.to_thread(other.close)
+
+
+async def test_connections_without_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are only so many, for so long; the oldest ends first."""
+    monkeypatch.setattr(accepted_relays, "END_SILENCE", 0.0)
+    monkeypatch.setattr(tunnels_module, "TORCH_SILENCE", 0.0)
+    monkeypatch.setattr(tunnels_module, "REFUSAL_TIMEOUT", 0.0)
+    async with ends(None) as made:
+        made.far._relays._without_flow._limit = 2
+        pairs = [await made.connect() for _ in range(4)]
+        made.proxy.refuses = True
+        made.proxy.lose(0, 1)  # neither end closes it in order for the other one
+        for near, _ in pairs:
+            assert await read(near, 1) == b""
+        relays = made.far._relays
+        async with asyncio.timeout(SOON):
+            while len(relays._without_flow) != len(relays._all):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(relays._all) == 2
+        ended, _, _ = select.select([far for _, far in pairs], [], [], 0.0)
+        assert len(ended) == 2
+        for far in ended:
+            assert await read(far, 1) == b""
+        for pair in pairs:
+            for each in pair:
+                each.close()
+
+
+async def test_the_end_of_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The acceptor waits for no flow for long, if the last one was closed in order."""
+    monkeypatch.setattr(accepted_relays, "END_SILENCE", 0.0)
+    async with ends(None) as made:
+        near, far = await made.connect()
+        made.proxy.refuses = True
+        with near, far:
+            for writer in made.proxy.flows[0]:
+                writer.close()
+            assert await read(far, 1) == b""
+
+
+async def test_nothing_is_left(tls: Tls | None) -> None:
+    """Of connections that torch has closed."""
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        with near, far:
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(5):
+                for each in await made.connect():
+                    each.close()
+            async with asyncio.timeout(SOON):
+                while len(os.listdir("/proc/self/fd")) > before:
+                    gc.collect()
+                    await asyncio.sleep(0.05)
+            assert len(made.far._relays._all) == 1
