@@ -234,17 +234,6 @@ def test_the_script_of_a_week(slurm: Slurm, tmp_path: Path) -> None:
         assert all(later > before - 10 for before, later in itertools.pairwise(steps)), steps
 
 
-@pytest.mark.promise("training.recover", "succession.takeover")
-def test_roles_that_are_steps_of_a_job(slurm: Slurm, tmp_path: Path) -> None:
-    """The benchmark that kills each of them has figures for the first, which is the learner."""
-    pytest.importorskip("gymnasium")
-    program = ("python", "-u", "-m", "benchmarks.chaos", "--slurm", "--minutes", "0.01")
-    with slurm.start(*ALLOCATION, *program, "--logs", str(tmp_path), cwd=tmp_path) as run:
-        run.wait_for(r" +\d+ s  kill learner: nothing learnt for [\d.]+ s, back after [\d.]+ s, .*")
-        run.end()
-        assert run.matching(r"learner +[\d.]+ \([\d.]+\)"), run.lines
-
-
 @pytest.mark.parametrize("way", ["task", "loop"])
 def test_a_job_that_is_cancelled(way: str, slurm: Slurm, tmp_path: Path) -> None:
     """SIGTERM comes first, as at the time limit of a job: `finally:` runs in each task, once."""

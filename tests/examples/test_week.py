@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +91,31 @@ def test_the_run_ends_in_order(tmp_path: Path) -> None:
         assert int(last[2]) >= 20_000
         assert newest_held(roles["keeper"]) == int(last[1])
         assert not [line for each in roles.values() for line in each.lines if "Traceback" in line]
+
+
+SUPERVISOR = """\
+import os, sys, time
+from examples import week
+
+def run(given):
+    print("runs", os.getpid(), flush=True)
+    time.sleep(600)
+
+week.start(run, week.parse("learner", "--place", "", "--supervise", "--lock", sys.argv[1]))
+"""
+
+
+def test_a_supervisor_in_reserve(tmp_path: Path) -> None:
+    """It starts the role once the processes of the other one are killed."""
+    command = ["python", "-c", SUPERVISOR, str(tmp_path / "lock")]
+    with (
+        Running(command, cwd=tmp_path, env=environment()) as first,
+        Running(command, cwd=tmp_path, env=environment()) as second,
+    ):
+        while not (first.lines or second.lines):
+            time.sleep(0.01)
+        works, waits = (first, second) if first.lines else (second, first)
+        works.wait_for(r"runs \d+")
+        assert not waits.lines
+        works.close()
+        waits.wait_for(r"runs \d+")
