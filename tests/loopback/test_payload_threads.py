@@ -91,7 +91,7 @@ async def test_calls_run_on_the_loop_or_in_threads_of_the_worker(
 
 
 async def test_channels_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="Unknown channel: nope"):
+    with pytest.raises(ValueError, match="torch has no channel 'nope'"):
         async with new_world(channels=["nope"]):
             pass
     with pytest.raises(TypeError, match="channels must be a list of names, got 'basic'"):
