@@ -366,7 +366,7 @@ class Supervisor:
             self._restart(config, failure, pause)
         else:
             if death is not None:
-                log.warning("%s; it is not started again", printable(str(death)))
+                log.warning("%s; it is not restarted", printable(str(death)))
             self._report(config.name, failure)
 
     def _pause(self, child: ChildProcess) -> float | None:

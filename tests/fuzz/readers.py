@@ -8,7 +8,7 @@ from typing import Any
 from aiorpc_torch._carrier import shared_memory
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._node import departures
-from aiorpc_torch._server import session
+from aiorpc_torch._server import dispatch
 from aiorpc_torch._wire.blocks import tensors_at
 from aiorpc_torch._wire.columns import FAILED, PACKED
 from aiorpc_torch._wire.frames import FrameReader, ProtocolError
@@ -107,8 +107,8 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "rref": _read_rref,
     "segments": segments,
     "news of segments": shared_memory._read_news,
-    "control": session._read_control,
-    "slot": session._read_slot,
+    "control": dispatch._read_control,
+    "slot": dispatch._read_slot,
     "hello": hello,
     "departure": departures._read_request,
     "attach message": entry_points.read_attach_message,
