@@ -82,7 +82,7 @@ async def test_restarts_are_limited(caplog: pytest.LogCaptureFixture) -> None:
         assert error.worker == "a"
         with pytest.raises(ValueError, match="peer must be one of a, got 'nobody'"):
             await me.wait_for("nobody")
-    [restarted] = [each for each in caplog.records if "restarted" in each.getMessage()]
+    [restarted] = [each for each in caplog.records if "is restarted:" in each.getMessage()]
     assert restarted.getMessage() == "worker 'a' is restarted: its process was killed by SIGKILL"
     assert not restarted.exc_info, "the exception would say the same"
 
