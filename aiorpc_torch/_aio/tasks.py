@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -91,26 +92,29 @@ def start_task(
     """
     if _IS_EAGER:
         return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)  # type: ignore[call-arg]
+    take = partial(_take_step, context)
     if asyncio.current_task(loop) is None:  # else the step cannot run inside that task's
-        # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead.
-        with contextlib.suppress(AttributeError):  # a loop of another library may have slots
-            loop.call_soon = _take_step  # type: ignore[method-assign, assignment]
+        # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead. A loop
+        # may have a `call_soon` of its own already, and one of another library may have slots.
+        with contextlib.suppress(AttributeError):
+            loop.__dict__.setdefault("call_soon", take)
     try:
         return asyncio.Task(coroutine, loop=loop, name=name, context=context)
     except BaseException:
-        vars(loop).pop("call_soon", None)
+        if getattr(loop, "call_soon", None) is take:
+            del loop.call_soon
         raise
 
 
 _IS_EAGER = sys.version_info >= (3, 12)
 
 
-def _take_step(step: Any, *args: Any, context: Any = None) -> Any:
+def _take_step(own: contextvars.Context, step: Any, *args: Any, context: Any = None) -> Any:
     loop = asyncio.get_running_loop()
-    if args or context is None:  # of a finalizer that runs meanwhile
+    if context is not own:  # of a finalizer that runs meanwhile, perhaps of a task that it makes
         return type(loop).call_soon(loop, step, *args, context=context)
     del loop.call_soon
-    return context.run(step)
+    return own.run(step)
 
 
 async def run_to_end(

@@ -481,3 +481,57 @@ def test_a_step_on_either_loop(factory: Callable[[], asyncio.AbstractEventLoop])
 
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main())
+
+
+class ClosingInTask(Closing):
+    """In a cycle: its finalizer begins a task."""
+
+    def __del__(self) -> None:
+        self.seen.append("finalizer")
+        self.task = asyncio.get_running_loop().create_task(self.close(self.seen))
+
+    @staticmethod
+    async def close(seen: list[str]) -> None:
+        seen.append("task of the finalizer")
+
+
+async def test_a_task_that_a_finalizer_begins_meanwhile() -> None:
+    """It waits for the loop's next iteration, and the own step is taken at once."""
+    seen: list[str] = []
+
+    async def step() -> None:
+        seen.append("step")
+
+    def start() -> "asyncio.Task[None]":
+        ClosingInTask(seen)
+        loop = asyncio.get_running_loop()
+        task = start_task(step(), loop, Collecting(), contextvars.copy_context())
+        assert seen == ["finalizer", "step"]
+        return task
+
+    await (await in_callback(start))
+    await asyncio.sleep(0)
+    assert seen == ["finalizer", "step", "task of the finalizer"]
+
+
+async def test_a_loop_that_is_traced() -> None:
+    """Its own `call_soon` stays, and gets what is scheduled."""
+    loop, seen = asyncio.new_event_loop(), []
+
+    async def step() -> str:
+        return "value"
+
+    def traced(callback: Any, *args: Any, **more: Any) -> Any:
+        seen.append(callback)
+        return type(loop).call_soon(loop, callback, *args, **more)
+
+    async def main() -> str:
+        return await (await in_callback(lambda: begin(step())))
+
+    loop.call_soon = traced  # type: ignore[method-assign, assignment]
+    try:
+        assert await asyncio.to_thread(loop.run_until_complete, main()) == "value"
+        assert vars(loop)["call_soon"] is traced
+        assert seen
+    finally:
+        loop.close()
