@@ -1,6 +1,7 @@
 """`serve_metrics`: the metrics of this process over HTTP, from a thread of its own."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -39,7 +40,8 @@ def serve_metrics(
     Raises:
         ImportError: without `prometheus_client`.
         OSError: if the port is taken; the text names it.
-        ValueError: if the certificate is not valid with its authority.
+        ValueError: if the port is none, or the certificate is not valid with its authority.
+        TypeError: if an argument is of another type.
     """
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -47,6 +49,10 @@ def serve_metrics(
         raise ImportError(
             "serve_metrics needs prometheus_client: pip install 'aiorpc_torch[prometheus]'"
         ) from exc
+    if not isinstance(port, int):
+        raise TypeError(f"port must be an int, got {port!r}")
+    if not 0 <= port < 65536:
+        raise ValueError(f"port must be from 0 to 65535, got {port}")
     if tls is not None:
         if not isinstance(tls, Tls):
             raise TypeError(f"tls must be a Tls, got {tls!r}")
@@ -59,6 +65,8 @@ def serve_metrics(
         listening = listen(host, port)
     except OSError as exc:
         text = f"metrics cannot be served at port {port} of {host}: {exc.strerror or exc}"
+        if exc.errno == errno.EADDRINUSE:
+            text += ". Each process of a machine needs its own port; with port=0 it gets a free one"
         raise OSError(exc.errno, text) from exc
     address = format_endpoint(*listening.getsockname()[:2])
     server = HttpPort(listening, make_wsgi_app(registry), "aiorpc-metrics", tls)

@@ -213,6 +213,15 @@ async def test_the_dashboard_and_the_alerts_name_metrics_that_exist(
 
 
 @pytest.mark.promise("watching.metrics_tls")
+async def test_wrong_ports() -> None:
+    with pytest.raises(ValueError, match="port must be from 0 to 65535, got 99999"):
+        serve_metrics(99999)
+    with pytest.raises(TypeError, match="port must be an int, got '9464'"):
+        serve_metrics("9464")  # type: ignore[arg-type]
+    with serve_metrics() as server, pytest.raises(OSError, match="with port=0 it gets a free one"):
+        serve_metrics(server.port)
+
+
 async def test_https(tmp_path: Path) -> None:
     """A scraper has a certificate of the same authority."""
     authority = Authority(tmp_path)
