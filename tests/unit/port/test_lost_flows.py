@@ -307,19 +307,20 @@ async def test_a_reader_that_is_late_for_the_end(tls: Tls | None, closer: str) -
 
 async def test_heartbeats_that_differ() -> None:
     """An end that reads nothing now, since torch does not, is not taken for dead."""
-    async with ends(None, (SOON, HEARTBEAT)) as made:
+    async with ends(None, (HEARTBEAT, SOON)) as made:
         near, far = await made.connect()
         with near, far:
             data = bytes(LARGE)
-            sending = asyncio.create_task(asyncio.to_thread(far.sendall, data))
+            sending = asyncio.create_task(asyncio.to_thread(near.sendall, data))
             await asyncio.sleep(3 * HEARTBEAT)  # what is tested
             assert len(made.proxy.flows) == 1
-            assert len(await read(near, len(data))) == len(data)
+            assert len(await read(far, len(data))) == len(data)
             await sending
 
 
-async def test_connections_from_a_process_that_has_ended() -> None:
-    """They end once that is known, also if their flow was reset."""
+async def test_connections_from_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end once that is known."""
+    monkeypatch.setattr(accepted_relays, "END_SILENCE", 3 * SOON)
     async with ends(None) as made:
         near, far = await made.connect()
         made.proxy.refuses = True
