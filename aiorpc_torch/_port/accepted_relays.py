@@ -1,9 +1,11 @@
 """The connections of torch's that have come by a port: each goes on when another flow asks for it.
 
-(tests/unit/port/test_relay.py)
+(tests/unit/port/test_lost_flows.py)
 """
 
 import asyncio
+import hashlib
+import secrets
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -27,7 +29,18 @@ and if not, it opens another one within a heartbeat."""
 MAX_WITHOUT_FLOW = 1024
 """Connections without a flow; beyond it the oldest one of the host with the most is closed."""
 
+_OF_PORT = 8  # bytes of an identity that tell whose connection it is
+
 Connect = Callable[[], Awaitable[socket.socket]]
+
+
+def new_identity(endpoint: str) -> bytes:
+    """Return the identity of a new connection of torch's, which the port there opens."""
+    return _of_port(endpoint) + secrets.token_bytes(16 - _OF_PORT)
+
+
+def _of_port(endpoint: str) -> bytes:
+    return hashlib.blake2b(endpoint.encode(), digest_size=_OF_PORT).digest()
 
 
 class AcceptedRelays:
@@ -86,6 +99,12 @@ class AcceptedRelays:
             timer.cancel()
         if (relay := self._all.pop(identity, None)) is not None:
             relay.local.close()
+
+    def forget(self, endpoint: str) -> None:
+        """Close those without a flow that a port has opened, whose process has ended."""
+        for identity in [*self._timers]:
+            if identity.startswith(_of_port(endpoint)):
+                self._drop(identity)
 
     def close(self) -> None:
         """Close all of them. None has a flow any more."""

@@ -195,6 +195,10 @@ class Port:
         if acceptor in self._acceptors:
             self._acceptors.remove(acceptor)
 
+    def forget(self, endpoint: str) -> None:
+        """End the connections of torch's that have come from a port, whose process has ended."""
+        self._relays.forget(endpoint)
+
     def _close_directory(self) -> None:
         while self._of_directory:
             self.end_accepting(self._of_directory.pop())

@@ -4,7 +4,7 @@ torch never replaces a connection that has ended, and a router or a firewall may
 worker lives. So torch's own socket stays open at each end, while the flow between the ports is
 replaced. `Sequence` decides what is sent again, and when a flow is dead. Callbacks carry, not
 tasks: small messages would take twice the time.
-(tests/unit/port/test_relay.py, tests/network/test_lost_flows.py)
+(tests/unit/port/test_lost_flows.py, tests/network/test_lost_flows.py)
 """
 
 import asyncio
@@ -87,7 +87,8 @@ class Relay:
             self.sequence.resume(number)
             self._stream, self._unsent = stream, []
             lost: asyncio.Future[bool] = self._loop.create_future()
-            self._lost, self._timer = lost, self._loop.call_later(self._tick, self._on_tick)
+            self._lost = lost
+            self._wait_for_tick()
             self._step(self._receive, None)
             try:
                 return await lost
@@ -119,6 +120,9 @@ class Relay:
             wanted = may_take, is_held, not is_held, is_full
             if wanted != self._watched and not self._lost.done():
                 self._watch(wanted)
+                if is_held and self._timer.when() > self._loop.time() + SHORTEST_TICK:
+                    self._timer.cancel()
+                    self._wait_for_tick()
 
     def _watch(self, wanted: tuple[bool, bool, bool, bool]) -> None:
         """Wait until torch's socket may be read or written, and the same of the flow."""
@@ -174,9 +178,9 @@ class Relay:
             if not self._is_delivered:
                 self._undelivered += [b"".join(found)] if len(found) > MANY else found
                 self._deliver()
-            if self.sequence.has_arrived:
-                self._end_soon()
         elif received is not None:
+            # If all has arrived, the other end needs no further flow to give it to torch.
+            self._is_ending |= self.sequence.has_arrived
             self._lose(is_closed=True)
 
     def _deliver(self) -> None:
@@ -200,9 +204,15 @@ class Relay:
             self._is_ending = True
             self._loop.call_later(LINGER, self._lose)
 
+    def _wait_for_tick(self) -> None:
+        # The other end may have a shorter heartbeat. It is not heard while torch takes nothing, so
+        # it is told more often that this one lives.
+        seconds = SHORTEST_TICK if self._undelivered else self._tick
+        self._timer = self._loop.call_later(seconds, self._on_tick)
+
     def _on_tick(self) -> None:
         if self.sequence.tick(is_reading=not self._undelivered):
-            self._timer = self._loop.call_later(self._tick, self._on_tick)
+            self._wait_for_tick()
             self._step(_nothing)
         else:  # not in order, as a process that ends closes it
             self._stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

@@ -161,7 +161,7 @@ def format_opening(identity: bytes, number: int, *, is_new: bool) -> bytes:
     """Return the first bytes of a flow.
 
     Args:
-        identity: 16 random bytes, which name the connection.
+        identity: 16 bytes, which name the connection.
         number: bytes that have come by its earlier flows.
         is_new: whether the other end may not know the connection yet.
     """

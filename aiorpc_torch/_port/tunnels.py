@@ -9,14 +9,13 @@ from here. So the answer is given the address of the loopback socket instead.
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import struct
 from itertools import chain, repeat
 from urllib.parse import urlsplit
 
 from .._aio.acceptor import Acceptor
-from .accepted_relays import TORCH_SILENCE
+from .accepted_relays import TORCH_SILENCE, new_identity
 from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH
 from .relay import Relay, receive_exactly
@@ -63,6 +62,8 @@ class Tunnels:
     def close(self, peer: str) -> None:
         """End the connections to a worker, and take no more: its process was replaced, say.
 
+        Those from it end too, if nothing carries them.
+
         A process that is frozen may still have a system that acknowledges what is sent. No limit of
         silence ends its connections then.
         """
@@ -104,6 +105,7 @@ class _Tunnel:
 
     def close(self) -> None:
         """End the connections, and take no more."""
+        self._port.forget(self._endpoint)
         for task, accepted in self._tasks.items():
             with contextlib.suppress(OSError):  # for the other end, too
                 accepted.shutdown(socket.SHUT_RDWR)
@@ -125,7 +127,7 @@ class _Tunnel:
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
         readdressing = [_Readdressing(self._old, self._new)] if is_first else []
         relay = Relay(accepted, self._port.heartbeat, *readdressing)
-        identity, is_new, refusal = secrets.token_bytes(16), True, 0.0
+        identity, is_new, refusal = new_identity(self._port.endpoint), True, 0.0
         while not relay.is_over:
             opening = format_opening(identity, relay.sequence.received, is_new=is_new)
             try:

@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from aiorpc_torch._port import accepted_relays, tunnels as tunnels_module
 from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.relay import Relay
+from aiorpc_torch._port.streams import LINGER
 from aiorpc_torch._port.tls import Tls
 from aiorpc_torch._port.tunnels import Tunnels, format_endpoint, split_endpoint
 from tests.support.certificates import Authority
@@ -75,8 +78,11 @@ class Proxy:
 class Ends:
     """Sockets of torch's at both ends, and what is between."""
 
-    def __init__(self, proxy: Proxy, far: Port, own: str, listening: socket.socket) -> None:
-        self.proxy, self.far, self._own, self._listening = proxy, far, own, listening
+    def __init__(
+        self, proxy: Proxy, ports: tuple[Port, Port], own: str, listening: socket.socket
+    ) -> None:
+        self.proxy, self._own, self._listening = proxy, own, listening
+        self.near, self.far = ports
 
     async def connect(self) -> tuple[socket.socket, socket.socket]:
         """Return a new connection's ends, after the first message of the listener."""
@@ -89,8 +95,10 @@ class Ends:
 
 
 @contextlib.asynccontextmanager
-async def ends(tls: Tls | None) -> AsyncIterator[Ends]:
-    near, far = (Port("127.0.0.1", 0, tls, HEARTBEAT) for _ in range(2))
+async def ends(
+    tls: Tls | None, heartbeats: tuple[float, float] = (HEARTBEAT, HEARTBEAT)
+) -> AsyncIterator[Ends]:
+    near, far = (Port("127.0.0.1", 0, tls, each) for each in heartbeats)
     proxy = Proxy(far.endpoint)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     try:
@@ -100,7 +108,7 @@ async def ends(tls: Tls | None) -> AsyncIterator[Ends]:
             endpoint = format_endpoint(*server.sockets[0].getsockname())
             address = format_endpoint(*listening.getsockname())
             own = Tunnels(near).open("w1", endpoint, f"uv://{address}").removeprefix("uv://")
-            yield Ends(proxy, far, own, listening)
+            yield Ends(proxy, (near, far), own, listening)
     finally:
         proxy.close()
         server.close()
@@ -265,6 +273,65 @@ async def test_the_end_of_a_process_that_is_killed(monkeypatch: pytest.MonkeyPat
         with near, far:
             for writer in made.proxy.flows[0]:
                 writer.close()
+            assert await read(far, 1) == b""
+
+
+def relay_of(sock: socket.socket) -> Relay:
+    """The relay that torch's socket is connected to."""
+    found = [each for each in gc.get_objects() if type(each) is Relay and each.local.fileno() >= 0]
+    return next(each for each in found if each.local.getpeername() == sock.getsockname())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closer", ["dialer", "acceptor"])
+async def test_a_reader_that_is_late_for_the_end(tls: Tls | None, closer: str) -> None:
+    """It gets all that was sent before the other end closed the connection."""
+    async with ends(tls) as made:
+        pair = await made.connect()
+        one, other = pair if closer == "dialer" else pair[::-1]
+        data = bytes(range(256)) * 512
+        relay = relay_of(other)
+        relay.local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with one, other:
+            # What is held ends with the connection.
+            is_sent = threading.Event()
+            relay._loop.call_soon_threadsafe(is_sent.wait, SOON)
+            await asyncio.to_thread(one.sendall, data)
+            one.close()
+            await asyncio.sleep(0.2)  # it has come, mostly
+            is_sent.set()
+            await asyncio.sleep(2 * LINGER)  # what is tested
+            other.settimeout(SOON)
+            assert await read(other, len(data) + 1) == data
+
+
+async def test_heartbeats_that_differ() -> None:
+    """An end that reads nothing now, since torch does not, is not taken for dead."""
+    async with ends(None, (HEARTBEAT, SOON)) as made:
+        near, far = await made.connect()
+        with near, far:
+            data = bytes(LARGE)
+            sending = asyncio.create_task(asyncio.to_thread(near.sendall, data))
+            await asyncio.sleep(3 * HEARTBEAT)  # what is tested
+            assert len(made.proxy.flows) == 1
+            assert len(await read(far, len(data))) == len(data)
+            await sending
+
+
+async def test_connections_from_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end once that is known."""
+    monkeypatch.setattr(accepted_relays, "END_SILENCE", 3 * SOON)
+    async with ends(None) as made:
+        near, far = await made.connect()
+        made.proxy.refuses = True
+        with near, far:
+            tunnels = Tunnels(made.far)
+            tunnels.open("w0", made.near.endpoint, "uv://127.0.0.1:1")
+            async with asyncio.timeout(SOON):
+                made.proxy.reset()
+                while not len(made.far._relays._without_flow):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            tunnels.close("w0")
             assert await read(far, 1) == b""
 
 
