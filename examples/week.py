@@ -22,6 +22,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -263,6 +264,7 @@ async def main(given: argparse.Namespace) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Play a role in this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the world is left at SIGTERM, too
     asyncio.run(main(given))
 
 

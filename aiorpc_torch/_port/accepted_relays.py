@@ -29,6 +29,9 @@ and if not, it opens another one within a heartbeat."""
 MAX_WITHOUT_FLOW = 1024
 """Connections without a flow; beyond it the oldest one of the host with the most is closed."""
 
+MAX_WITHOUT_FLOW_IN_CLEAR = 256
+"""The same without TLS, where any host can leave some behind. Each takes two files."""
+
 _OF_PORT = 8  # bytes of an identity that tell whose connection it is
 
 Connect = Callable[[], Awaitable[socket.socket]]
@@ -46,10 +49,11 @@ def _of_port(endpoint: str) -> bytes:
 class AcceptedRelays:
     """The relays of one port by their identities, which no other host can guess. On its loop."""
 
-    def __init__(self, heartbeat: float) -> None:
+    def __init__(self, heartbeat: float, *, is_in_clear: bool) -> None:
         self._heartbeat = heartbeat
         self._all: dict[bytes, Relay] = {}
-        self._without_flow = Strangers(MAX_WITHOUT_FLOW)
+        limit = MAX_WITHOUT_FLOW_IN_CLEAR if is_in_clear else MAX_WITHOUT_FLOW
+        self._without_flow = Strangers(limit)
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
 
     async def take_over(self, opening: bytes, connect: Connect) -> Relay | None:

@@ -13,7 +13,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,9 +90,10 @@ class Port:
         self._of_directory: list[Acceptor] = []
         self._hellos = HelloReader()
         self._strangers = Strangers(MAX_UNPROVEN)
-        self._relays = AcceptedRelays(heartbeat)
+        self._relays = AcceptedRelays(heartbeat, is_in_clear=tls is None)
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[Any]] = set()
         self._thread = LoopThread("aiorpc-port", self._serve)
         self._loop = self._thread.loop
         self._thread.start()
@@ -153,6 +154,8 @@ class Port:
         for acceptor in self._acceptors:
             acceptor.close()
         self._strangers.close()
+        for task in self._connecting:
+            task.cancel()
         if self._tasks:  # the last messages of the directory
             await asyncio.wait(self._tasks, timeout=LINGER)
         for task in self._tasks:
@@ -168,6 +171,17 @@ class Port:
         found = self.accept_at(listening, lambda accepted: self._accept(accepted, purpose))
         if purpose == DIRECTORY:
             self._of_directory.append(found)
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """End the running task in this block if the port is closed: nothing passes through yet."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connecting.add(task)
+        try:
+            yield
+        finally:
+            self._connecting.discard(task)
 
     def accept_at(self, listening: socket.socket, accepted: Accepted) -> Acceptor:
         """Accept connections at a further socket, until this port or the acceptor is closed."""

@@ -131,7 +131,8 @@ class _Tunnel:
         while not relay.is_over:
             opening = format_opening(identity, relay.sequence.received, is_new=is_new)
             try:
-                found = await self._connect(opening, refusal, is_new=is_new)
+                with self._port.connecting():
+                    found = await self._connect(opening, refusal, is_new=is_new)
                 is_closed = await relay.carry(*found)
             except (OSError, ValueError) as exc:
                 self.failure = str(exc)

@@ -100,8 +100,7 @@ class Relay:
     async def _answer(
         self, method: str, number: int, has: Collection[str], wanted: Wanted
     ) -> Version:
-        if self._idle is not None:
-            self._idle.cancel()
+        self._stop_idling()
         self._wanted = dict(wanted) if self._wanted is None else union(self._wanted, wanted)
         while (found := self._find(method, number, wanted)) is None:
             # Also of another follower's number: the publisher learns from it what was seen.
@@ -126,8 +125,12 @@ class Relay:
                 self._forget(key, task)
                 task.cancel()
             if not self._transfers:  # its followers may have left
-                loop = asyncio.get_running_loop()
-                self._idle = loop.call_later(IDLE, self._held.clear)
+                self._stop_idling()
+                self._idle = asyncio.get_running_loop().call_later(IDLE, self._held.clear)
+
+    def _stop_idling(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
 
     def _forget(self, key: Key, task: "asyncio.Task[None] | None") -> None:
         if self._transfers.get(key) is task:

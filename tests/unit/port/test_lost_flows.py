@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._port import accepted_relays, tunnels as tunnels_module
+from aiorpc_torch._port import accepted_relays, port as port_module, tunnels as tunnels_module
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.relay import Relay
 from aiorpc_torch._port.streams import LINGER
@@ -303,6 +303,23 @@ async def test_a_reader_that_is_late_for_the_end(tls: Tls | None, closer: str) -
             await asyncio.sleep(2 * LINGER)  # what is tested
             other.settimeout(SOON)
             assert await read(other, len(data) + 1) == data
+
+
+async def test_the_port_is_closed_while_flows_are_lost(
+    tls: Tls | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for none of them: torch here has ended."""
+    monkeypatch.setattr(port_module, "LINGER", SOON)
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        with near, far:
+            made.proxy.refuses = True
+            made.proxy.reset()
+            while not made.near._connecting:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            begin = time.monotonic()
+            await asyncio.to_thread(made.near.close)
+            assert time.monotonic() - begin < SOON / 2
 
 
 async def test_heartbeats_that_differ() -> None:
