@@ -38,6 +38,7 @@ from aiorpc_torch._turns import turns as exclusive
 from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch.observe import stats
+from aiorpc_torch.training import relays
 from aiorpc_torch.types import LocalWorker
 
 from .loop import SteppingLoop
@@ -97,9 +98,11 @@ def cancel_at_callee() -> None:
 
 
 def be_another_host(patch: pytest.MonkeyPatch, idle: float) -> None:
-    """Let the peer's processes share one transfer, and sockets end after so many seconds."""
+    """Let the peer's processes share one transfer; after so many idle seconds sockets end, and a
+    relay keeps no version."""
     patch.setattr(tensor_sockets, "sharing_group", lambda: "another host")
     patch.setattr(tensor_sockets, "IDLE_SECONDS", idle)
+    patch.setattr(relays, "IDLE", idle)
 
 
 def sends_at_once() -> bool:
