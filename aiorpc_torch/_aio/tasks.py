@@ -92,12 +92,13 @@ def start_task(
     """
     if _IS_EAGER:
         return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)  # type: ignore[call-arg]
+    if asyncio.current_task(loop) is not None:  # no step can run inside another task's
+        return asyncio.Task(coroutine, loop=loop, name=name, context=context)
+    # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead. A loop may
+    # have a `call_soon` of its own already, and one of another library may have slots.
     take = partial(_take_step, context)
-    if asyncio.current_task(loop) is None:  # else the step cannot run inside that task's
-        # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead. A loop
-        # may have a `call_soon` of its own already, and one of another library may have slots.
-        with contextlib.suppress(AttributeError):
-            loop.__dict__.setdefault("call_soon", take)
+    with contextlib.suppress(AttributeError):
+        loop.__dict__.setdefault("call_soon", take)
     try:
         return asyncio.Task(coroutine, loop=loop, name=name, context=context)
     except BaseException:

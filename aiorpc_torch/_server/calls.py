@@ -127,9 +127,7 @@ class ServerCall:
             if type(value) is CoroutineType:  # the common case
                 value = await warn_if_blocking(value, name)
             elif inspect.isawaitable(value):
-                value = await (
-                    warn_if_blocking(value, name) if inspect.iscoroutine(value) else value
-                )
+                value = await value
             if self.kind == "stream":
                 await self.pump(value)
         except BaseException as exc:  # a KeyboardInterrupt must not end the serving loop

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import rpc
@@ -102,20 +102,17 @@ class Routes(Protocol):
 
 def check_names_of_torch(transports: Sequence[str] | None, channels: Sequence[str] | None) -> None:
     """Raise ValueError for a transport or a channel that torch does not have."""
-    for name in transports or ():
-        try:
-            rpc.TensorPipeRpcBackendOptions(_transports=[name])
-        except RuntimeError:
-            raise ValueError(
-                f"torch has no transport {name!r}: transports are uv, shm and, with InfiniBand, ibv"
-            ) from None
-    for name in channels or ():
-        try:
-            rpc.TensorPipeRpcBackendOptions(_channels=[name])
-        except RuntimeError:
-            raise ValueError(
-                f"torch has no channel {name!r}: channels are basic, cma, mpt_uv and those of CUDA"
-            ) from None
+    for kind, names, known in (
+        ("transport", transports, "uv, shm and, with InfiniBand, ibv"),
+        ("channel", channels, "basic, cma, mpt_uv and those of CUDA"),
+    ):
+        for name in names or ():
+            options: Any = {f"_{kind}s": [name]}
+            try:
+                rpc.TensorPipeRpcBackendOptions(**options)
+            except RuntimeError:
+                text = f"torch has no {kind} {name!r}: {kind}s are {known}"
+                raise ValueError(text) from None
 
 
 class Agent:

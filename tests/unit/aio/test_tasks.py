@@ -458,20 +458,26 @@ class Collecting(str):
         return "collecting"
 
 
+def start_beside(garbage: type[Closing], seen: list[str]) -> "asyncio.Task[None]":
+    """Start a task; while it is made, garbage is collected, whose finalizer runs."""
+
+    async def step() -> None:
+        seen.append("step")
+
+    garbage(seen)
+    loop = asyncio.get_running_loop()
+    return start_task(step(), loop, Collecting(), contextvars.copy_context())
+
+
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_a_step_on_either_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """It is taken at once, and what a finalizer schedules meanwhile is not lost."""
     seen: list[str] = []
 
-    async def step() -> None:
-        seen.append("step")
-
     def start() -> "asyncio.Task[None]":
-        Closing(seen)
-        loop = asyncio.get_running_loop()
-        task = start_task(step(), loop, Collecting(), contextvars.copy_context())
+        task = start_beside(Closing, seen)
         assert seen == ["step"]
-        assert "call_soon" not in vars(loop)
+        assert "call_soon" not in vars(asyncio.get_running_loop())
         return task
 
     async def main() -> None:
@@ -499,13 +505,8 @@ async def test_a_task_that_a_finalizer_begins_meanwhile() -> None:
     """It waits for the loop's next iteration, and the own step is taken at once."""
     seen: list[str] = []
 
-    async def step() -> None:
-        seen.append("step")
-
     def start() -> "asyncio.Task[None]":
-        ClosingInTask(seen)
-        loop = asyncio.get_running_loop()
-        task = start_task(step(), loop, Collecting(), contextvars.copy_context())
+        task = start_beside(ClosingInTask, seen)
         assert seen == ["finalizer", "step"]
         return task
 
