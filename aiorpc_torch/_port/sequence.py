@@ -169,8 +169,14 @@ def format_opening(identity: bytes, number: int, *, is_new: bool) -> bytes:
 
 
 def read_opening(data: bytes) -> tuple[bytes, bool, int]:
-    """Return the identity, whether the connection may be new, and the bytes that have come."""
+    """Return the identity, whether the connection may be new, and the bytes that have come.
+
+    Raises:
+        ValueError: if a new one has brought bytes.
+    """
     identity, is_new, number = _OPENING.unpack(data)
+    if is_new and number:
+        raise ValueError(f"a new connection that has brought {number} bytes")
     return identity, bool(is_new), number
 
 

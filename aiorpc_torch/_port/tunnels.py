@@ -9,13 +9,14 @@ from here. So the answer is given the address of the loopback socket instead.
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 import struct
 from itertools import chain, repeat
 from urllib.parse import urlsplit
 
 from .._aio.acceptor import Acceptor
-from .accepted_relays import TORCH_SILENCE, new_identity
+from .accepted_relays import END_SILENCE, TORCH_SILENCE, new_identity
 from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH
 from .relay import Relay, receive_exactly
@@ -132,7 +133,7 @@ class _Tunnel:
             opening = format_opening(identity, relay.sequence.received, is_new=is_new)
             try:
                 with self._port.connecting():
-                    found = await self._connect(opening, refusal, is_new=is_new)
+                    found = await self._connect(accepted, opening, refusal, is_new=is_new)
                 is_closed = await relay.carry(*found)
             except (OSError, ValueError) as exc:
                 self.failure = str(exc)
@@ -146,11 +147,12 @@ class _Tunnel:
             refusal = 0.0 if is_gone else REFUSAL_TIMEOUT
 
     async def _connect(
-        self, opening: bytes, refusal: float, *, is_new: bool
+        self, accepted: socket.socket, opening: bytes, refusal: float, *, is_new: bool
     ) -> tuple[PlainStream, int]:
         """Return a flow, and how many bytes the other end has.
 
         Args:
+            accepted: from torch, which needs the flow for its last bytes only once it has closed.
             opening: its first bytes.
             refusal: seconds for which the port may refuse connections.
             is_new: whether it is the first flow, which is given up sooner.
@@ -159,7 +161,8 @@ class _Tunnel:
             OSError: the reason of the last attempt.
         """
         name, loop = f"worker {self._peer!r} at {self._endpoint}", asyncio.get_running_loop()
-        begin, patience = loop.time(), OPENING_TIMEOUT if is_new else TORCH_SILENCE
+        begin = loop.time()
+        deadline = begin + (OPENING_TIMEOUT if is_new else TORCH_SILENCE)
         for delay in chain(_RETRY_DELAYS, repeat(_RETRY_DELAYS[-1])):
             error: OSError
             try:
@@ -175,12 +178,15 @@ class _Tunnel:
                     f"{name} closes connections before it has admitted them"
                 )
             except ConnectionRefusedError as exc:
-                error, patience = exc, min(patience, refusal)
+                error, deadline = exc, min(deadline, begin + refusal)
             except OSError as exc:
                 error = exc
                 if is_new or isinstance(exc, UnknownConnection):
                     raise
-            if loop.time() - begin >= patience:
+            if _has_ended(accepted):
+                last = loop.time() + 2 * self._port.heartbeat + END_SILENCE
+                deadline = min(deadline, last)
+            if loop.time() >= deadline:
                 raise error
             await asyncio.sleep(delay)
         raise AssertionError
@@ -235,6 +241,13 @@ def replace_address(message: bytes, old: str, new: str) -> bytes:
     before, after = (bytes((_STRING, len(each))) + each.encode() for each in (old, new))
     body = message[_LENGTH.size :].replace(before, after, 1)
     return _LENGTH.pack(len(body)) + body
+
+
+def _has_ended(local: socket.socket) -> bool:
+    """Return whether the other end of a socket has closed it, even if there is more to read."""
+    poller = select.poll()
+    poller.register(local, select.POLLRDHUP)
+    return bool(poller.poll(0))
 
 
 def _listen(host: str) -> socket.socket:

@@ -14,10 +14,9 @@ from tests.support import actors
 from .test_joining import SOON
 
 
-async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Speak first, as servers of many protocols do."""
     writer.write(b"220 not torch\r\n")
-    await writer.drain()
 
 
 async def names_of_lost() -> list[str]:

@@ -122,7 +122,7 @@ async def test_the_own_certificate_has_expired(
     me = Peers("me", [PeerInfo("me", 0, 0, ""), PeerInfo("peer", 1, 1, "")])
     introductions = introduction.Introductions(me, dialer=Dialer(tls))
 
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
     async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:

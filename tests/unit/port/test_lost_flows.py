@@ -15,7 +15,9 @@ import pytest
 
 from aiorpc_torch._port import accepted_relays, port as port_module, tunnels as tunnels_module
 from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.purposes import TORCH, preface
 from aiorpc_torch._port.relay import Relay
+from aiorpc_torch._port.sequence import format_opening
 from aiorpc_torch._port.streams import LINGER
 from aiorpc_torch._port.tls import Tls
 from aiorpc_torch._port.tunnels import Tunnels, format_endpoint, split_endpoint
@@ -36,12 +38,18 @@ class Proxy:
         self.flows: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
         self.silent = [set[int](), set[int]()]  # flows whose bytes do not pass, by direction
         self.refuses = False
+        self._accepted: list[asyncio.StreamWriter] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Not a coroutine: what is accepted as the loop ends has an owner at once."""
+        self._accepted.append(writer)
         if self.refuses:
             writer.transport.abort()
-            return
+        else:
+            self._tasks.append(asyncio.create_task(self._connect(reader, writer)))
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(*split_endpoint(self.target))
         number = len(self.flows)
         self.flows.append((writer, far_writer))
@@ -70,8 +78,11 @@ class Proxy:
                 writer.transport.abort()
 
     def close(self) -> None:
+        self.refuses = True
         for task in self._tasks:
             task.cancel()
+        for writer in self._accepted:
+            writer.transport.abort()
         self.reset()
 
 
@@ -100,7 +111,7 @@ async def ends(
 ) -> AsyncIterator[Ends]:
     near, far = (Port("127.0.0.1", 0, tls, each) for each in heartbeats)
     proxy = Proxy(far.endpoint)
-    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.settimeout(SOON)
@@ -320,6 +331,38 @@ async def test_the_port_is_closed_while_flows_are_lost(
             begin = time.monotonic()
             await asyncio.to_thread(made.near.close)
             assert time.monotonic() - begin < SOON / 2
+
+
+async def test_torch_has_closed_a_connection_without_a_flow(
+    tls: Tls | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other host answers nothing: only its last bytes are left, and nobody waits for long."""
+    monkeypatch.setattr(tunnels_module, "END_SILENCE", 0.0)
+    async with ends(tls) as made:
+        near, far = await made.connect()
+        with near, far:
+            made.proxy.refuses = True
+            made.proxy.lose(0, 1)
+            near.sendall(b"last")
+            async with asyncio.timeout(SOON):
+                while not made.near._connecting:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                near.close()
+                while made.near._tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+
+async def test_an_opening_that_cannot_be() -> None:
+    """A connection that is new has brought nothing: that one reaches no torch, and is closed."""
+    async with ends(None) as made:
+        stranger = await asyncio.to_thread(
+            socket.create_connection, split_endpoint(made.far.endpoint), SOON
+        )
+        with stranger:
+            stranger.sendall(preface(TORCH) + format_opening(bytes(16), 5, is_new=True))
+            assert await read(stranger, 1) == b""
+        assert not made.far._relays._all
+        assert not select.select([made._listening], [], [], 0.0)[0]
 
 
 async def test_heartbeats_that_differ() -> None:

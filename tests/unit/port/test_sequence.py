@@ -193,6 +193,10 @@ def test_any_bytes(data: bytes) -> None:
 def test_openings(identity: bytes, number: int, is_new: bool) -> None:
     opening = format_opening(identity, number, is_new=is_new)
     assert len(opening) == OPENING
-    assert read_opening(opening) == (identity, is_new, number)
+    if is_new and number:
+        with pytest.raises(ValueError, match=f"a new connection that has brought {number} bytes"):
+            read_opening(opening)
+    else:
+        assert read_opening(opening) == (identity, is_new, number)
     assert read_count(format_count(number)) == number
     assert len(format_count(number)) == COUNT

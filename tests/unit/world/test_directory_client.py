@@ -296,9 +296,8 @@ async def test_a_directory_that_is_closing(group: Group) -> None:
 async def test_another_program_at_that_address(greeting: bytes, text: str) -> None:
     """Is told from a world at once."""
 
-    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
-        await writer.drain()
         writer.close()
 
     async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
@@ -330,7 +329,7 @@ async def test_an_address_at_which_another_world_listens(tmp_path: Path) -> None
 async def test_another_program_that_hangs_up() -> None:
     """As the directory of the last world does when it closes: the next one may follow."""
 
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
     async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
