@@ -156,7 +156,7 @@ class RRefTable:
             self._borrowed[rref_id] = found
         return found
 
-    def _return(self, lender: int, end: tuple[bytes, Any]) -> None:
+    def _return(self, lender: int, end: tuple[Any, Any]) -> None:
         """End a loan. In any thread, perhaps in a finalizer."""
         if self is _table and not self._is_closed:
             with contextlib.suppress(RuntimeError):  # the lender has left
