@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and se
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from aiorpc_torch import testing
 from aiorpc_torch._aio import tasks
 from aiorpc_torch._aio.slow_steps import SlowSteps
 from aiorpc_torch._children import forkserver
@@ -103,10 +104,23 @@ def relative_path(item: pytest.Item) -> Path:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server that forks children, if tests need it: it imports torch meanwhile."""
+    """Start the server that forks children, if tests need it: it imports torch meanwhile.
+
+    The first world of this process has the usual name, whichever tests run first: `rref.rpc_sync()`
+    asks its agent for names in all later worlds too. (tests/loopback/test_torch_clients.py)
+    """
+    if session.config.option.collectonly:
+        return
     tiers = {mark.name for item in session.items for mark in item.iter_markers()}
-    if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
+    if tiers & {"worlds", "examples"}:
         forkserver.obtain(["tests.support.preloaded"])
+    if any(relative_path(item).parts[0] == "loopback" for item in session.items):
+        asyncio.run(_enter_and_leave())
+
+
+async def _enter_and_leave() -> None:
+    async with testing.world():
+        pass
 
 
 # What ends on a busy machine may take its time; tests of leaks themselves set less.

@@ -99,7 +99,7 @@ async def test_object_lives_as_long_as_its_rref() -> None:
     rref = RRef(counter)
     assert await remote(rref).add() == 1
     del counter, rref
-    for _ in range(100):
+    for _ in range(1000):
         gc.collect()
         if alive() is None:
             break
