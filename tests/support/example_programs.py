@@ -70,7 +70,8 @@ def free_port() -> int:
     then: rank 0 would find it taken, and the others would ask a stranger.
     """
     while True:
-        port = random.randrange(20000, _FIRST_RANDOM_PORT)
+        # Not by `random` itself, whose numbers a test may have seeded, as one beside it.
+        port = random.SystemRandom().randrange(20000, _FIRST_RANDOM_PORT)
         with contextlib.suppress(OSError):
             socket.create_server(("127.0.0.1", port)).close()
             return port
