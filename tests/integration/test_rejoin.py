@@ -98,7 +98,9 @@ async def test_restarts_leave_no_descriptors() -> None:
                 await me.wait_for("a")
             await call("a", actors.pid)
             counts.append(len(os.listdir("/proc/self/fd")))
-        assert max(counts) == counts[0], counts
+        async with asyncio.timeout(30.0):  # torch closes those of its pipes in its own thread
+            while len(os.listdir("/proc/self/fd")) > counts[0]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def wait_for(me: aiorpc.types.Worker, name: str) -> WorkerLost | None:
