@@ -15,7 +15,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 500.0  # seconds for a program to run; only one that hangs takes as long
-END = 15.0  # seconds in which everybody has ended once somebody was killed
+END = 30.0  # seconds in which everybody has ended once somebody was killed
 _FIRST_RANDOM_PORT = 32768  # Linux's default
 STRICT = ("-X", "dev", "-W", "error")
 
