@@ -36,7 +36,7 @@ from tests.support.two_ends import until
 
 pytestmark = pytest.mark.usefixtures("world")
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 
 
 def entries_of(counts: Sequence[int]) -> Iterator[list[Any]]:

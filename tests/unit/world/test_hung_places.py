@@ -24,7 +24,7 @@ from aiorpc_torch._world.directory_client import DirectoryClient
 from tests.support.example_programs import free_port
 
 SOON = 30.0
-QUICK = 5.0  # seconds for what must not wait for the place
+QUICK = 15.0  # seconds for what must not wait for the place
 
 pytestmark = pytest.mark.promise("worlds.place")
 
