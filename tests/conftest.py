@@ -10,20 +10,25 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
+from aiorpc_torch import testing
+from aiorpc_torch._aio import tasks
+from aiorpc_torch._aio.slow_steps import SlowSteps
 from aiorpc_torch._children import forkserver
 from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
 from tests.support.tensor_ways import set_way
 
-settings.register_profile("fast", deadline=None, max_examples=100)
-settings.register_profile("brief", deadline=None, max_examples=20)
-settings.register_profile("thorough", deadline=None, max_examples=300)
-settings.register_profile("long", deadline=None, max_examples=20_000)
+# No property fails since the machine is busy: neither its examples nor their making has a time.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", untimed, max_examples=100)
+settings.register_profile("brief", untimed, max_examples=20)
+settings.register_profile("thorough", untimed, max_examples=300)
+settings.register_profile("long", untimed, max_examples=20_000)
 settings.register_profile(
     "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often
-    deadline=None,
+    untimed,
     max_examples=50,
     derandomize=True,
     database=None,
@@ -99,14 +104,35 @@ def relative_path(item: pytest.Item) -> Path:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server that forks children, if tests need it: it imports torch meanwhile."""
+    """Start the server that forks children, if tests need it: it imports torch meanwhile.
+
+    The first world of this process has the usual name, whichever tests run first: `rref.rpc_sync()`
+    asks its agent for names in all later worlds too. (tests/loopback/test_torch_clients.py)
+    """
+    if session.config.option.collectonly:
+        return
     tiers = {mark.name for item in session.items for mark in item.iter_markers()}
-    if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
+    if tiers & {"worlds", "examples"}:
         forkserver.obtain(["tests.support.preloaded"])
+    if any(relative_path(item).parts[0] == "loopback" for item in session.items):
+        asyncio.run(_enter_and_leave())
+
+
+async def _enter_and_leave() -> None:
+    async with testing.world():
+        pass
 
 
 # What ends on a busy machine may take its time; tests of leaks themselves set less.
 leaks.THREADS = leaks.PROCESSES = 30.0
+
+
+def _note_nothing(*_: object) -> None:
+    pass
+
+
+# There any step may be slow: its warning would be a line that a test does not expect.
+tasks.note_slow_step = _note_nothing
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -116,6 +142,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def _no_leaks(no_leaks: None) -> None:
     """No test leaves anything behind."""
+
+
+@pytest.fixture
+def warn_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after which slow steps are warned of, and none of before is known."""
+    return lambda: monkeypatch.setattr(tasks, "note_slow_step", SlowSteps().note)
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from examples.impala import (
     vtrace,
 )
 from tests.support.example_programs import run
-from tests.support.first_world import enter_main_first
 
 
 def defined(ratios: Tensor, discounts: Tensor, rewards: Tensor, values: Tensor) -> Tensor:
@@ -70,7 +69,6 @@ def test_a_rollout_leaves_the_queue_once() -> None:
 @pytest.mark.parametrize("policy", ["shared", "own"])
 async def test_rollouts_of_both_forms(policy: str) -> None:
     """Each has the steps of one environment, and the version that was asked for."""
-    await enter_main_first()
     given = parse("--actors", "1", "--environments", "3", "--policy", policy)
     async with world(["actor0", "player"], name="learner", max_restarts=1):
         learner = Learner(1)
@@ -94,7 +92,6 @@ def check(rollouts: Any, version: int) -> None:
 
 
 async def test_a_batch_names_its_version() -> None:
-    await enter_main_first()
     async with world(0, name="learner"):
         register("policy", weights := Weights(Network().state_dict()))
         player = await Player.start()

@@ -25,7 +25,7 @@ except Exception as exc:  # one that was built for another torch fails in ways o
 from examples.parameter_server import CLASSES, ParameterServer, learn, pictures
 
 QUICK = ("--model", "resnet18", "--side", "32", "--trainers", "2")
-SOON = 15.0  # seconds within which everybody has ended
+SOON = 30.0  # seconds within which everybody has ended
 
 
 # ── a step ──────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from .loop import Clock, SteppingLoop, real_monotonic
 from .operations import ENDLESS, WORLDS, Actor, Operation, Scene
 from .watching import Watch
 
-PATIENCE = 0.5  # real seconds in which other threads have ended what they do
+PATIENCE = 5.0  # real seconds in which other threads have ended what they do
 BOUND = 30.0  # virtual seconds after which an operation hangs
 REST = 1.5  # virtual seconds after which nothing of an operation is left
 MAX_FINDINGS = 5  # of one search

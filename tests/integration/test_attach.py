@@ -32,6 +32,7 @@ from tests.support.attached import (
     tell_again,
     wait_for,
 )
+from tests.support.slack import SLACK
 
 Players = dict[str, Player]
 
@@ -309,7 +310,7 @@ def test_another_version_of_the_protocol(players: Players) -> None:
 async def is_held(worker: str) -> bool:
     """Return whether calls from here to a worker wait."""
     try:
-        with aiorpc.timeout(0.2):
+        with aiorpc.timeout(SLACK / 4):
             await call(worker, double, 1.0)
     except aiorpc.WorkerUnreachable:
         return True

@@ -1,11 +1,14 @@
 """`logs="names"`: what children print, log and write natively has their names."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,27 +32,48 @@ def die() -> None:
 
 
 class Output:
-    """The lines that were written to this process's streams."""
+    """What is written to two files, in place of the streams of this process."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-        self.lines: list[str] = []
+    def __init__(self, folder: Path) -> None:
+        self._files = [folder / "out", folder / "err"]
+
+    @classmethod
+    @contextlib.contextmanager
+    def taken(cls, folder: Path) -> "Iterator[Output]":
+        """In the block. `capfd` may lose what comes as it is read."""
+        found = cls(folder)
+        with contextlib.ExitStack() as stack:
+            for stream, path in enumerate(found._files, 1):
+                file = stack.enter_context(path.open("ab"))
+                kept = os.dup(stream)
+                stack.callback(os.close, kept)
+                stack.callback(os.dup2, kept, stream)
+                os.dup2(file.fileno(), stream)
+            yield found
 
     def until(self, line: str) -> None:
         """Wait, with the event loop blocked."""
         end = time.monotonic() + SOON
-        while line not in self.lines:
-            assert time.monotonic() < end, self.lines
+        while line not in (lines := [each for file in self._files for each in _lines(file)]):
+            assert time.monotonic() < end, lines
             time.sleep(0.01)
-            for text in self._capfd.readouterr():
-                self.lines += text.splitlines()
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines()
 
 
 @pytest.mark.promise("top.logs")
 @pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-async def test_lines_have_names(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_lines_have_names(start: Any, tmp_path: Path) -> None:
     """They come while the loop of the parent is blocked; a dead child's are in its error."""
-    output = Output(capfd)
+    with Output.taken(tmp_path) as output:
+        note = await _note_of_a_death(start, output)
+    assert note.splitlines()[0] == "the last lines of worker 'a':"
+    assert "  last words" in note.splitlines()
+
+
+async def _note_of_a_death(start: Any, output: Output) -> str:
     async with aiorpc.local_world(["a", "b"], start=start, logs="names") as me:
         await asyncio.gather(*(call(name, say, n) for n, name in enumerate(("a", "b"))))
         for n, name in enumerate(("a", "b")):
@@ -61,16 +85,15 @@ async def test_lines_have_names(start: Any, capfd: pytest.CaptureFixture[str]) -
         await call("c", say, 2)
         output.until("[c] printed 2")
     [note] = caught.value.__cause__.__notes__  # type: ignore[union-attr]
-    assert note.splitlines()[0] == "the last lines of worker 'a':"
-    assert "  last words" in note.splitlines()
+    return str(note)
 
 
 @pytest.mark.promise("top.logs")
-async def test_without_logs_lines_are_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(capfd)
-    async with aiorpc.local_world(1):
-        await call(1, os.write, 1, b"native\n")
-        output.until("native")
+async def test_without_logs_lines_are_as_they_are(tmp_path: Path) -> None:
+    with Output.taken(tmp_path) as output:
+        async with aiorpc.local_world(1):
+            await call(1, os.write, 1, b"native\n")
+            output.until("native")
 
 
 async def test_wrong_logs() -> None:

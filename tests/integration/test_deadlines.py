@@ -10,10 +10,12 @@ from aiorpc_torch.testing import Gate, world
 from tests.support import actors
 from tests.support.actors import Streams
 
+LATE = 1.0  # seconds of a deadline before which workers have begun what it ends
+
 
 async def hold_when_entered(gate: Any) -> None:
     await remote(gate).entered()
-    await actors.hold_loop(0.5)
+    await actors.hold_loop(1.5 * LATE)
 
 
 async def test_scopes_between_processes() -> None:
@@ -26,7 +28,7 @@ async def test_scopes_between_processes() -> None:
         assert await call("b", actors.remaining_along, "c") == [None, None]
 
         gate, streams = await create("c", Gate), await create("c", Streams)
-        with anyio.move_on_after(0.2) as scope:
+        with anyio.move_on_after(LATE) as scope:
             async with asyncio.TaskGroup() as group:
                 group.create_task(call("b", actors.call_on, gate, "passed"))
                 group.create_task(call("b", actors.iterate_on, streams, "follow"))
@@ -39,7 +41,7 @@ async def test_scopes_between_processes() -> None:
         # comes to look: the scope ends as silently as ever.
         gate = await create("c", Gate)
         held = asyncio.create_task(hold_when_entered(gate))
-        with anyio.move_on_after(0.2) as scope:
+        with anyio.move_on_after(LATE) as scope:
             await call("b", actors.call_on, gate, "passed")
         assert scope.cancelled_caught
         await held

@@ -138,7 +138,7 @@ def test_a_main_whose_process_ends() -> None:
 @pytest.mark.promise("joining.thaws")
 async def test_a_frozen_child_that_thaws_while_another_is_started() -> None:
     """The other one is refused: the first has the name."""
-    async with asyncio.timeout(SOON), world(["a"], heartbeat=0.5) as me:
+    async with asyncio.timeout(SOON), world(["a"], heartbeat=1.0) as me:
         number = await call("a", pid)
         os.kill(number, signal.SIGSTOP)
         with pytest.raises(WorkerLost):
@@ -153,7 +153,7 @@ async def test_a_frozen_child_that_thaws_while_another_is_started() -> None:
 
 async def test_a_world_with_a_frozen_child_is_left() -> None:
     """The child is killed soon after it is lost."""
-    async with world(["a"], heartbeat=0.5, stop_timeout=1.0) as me:
+    async with world(["a"], heartbeat=1.0, stop_timeout=1.0) as me:
         number = await call("a", pid)
         os.kill(number, signal.SIGSTOP)
         with pytest.raises(WorkerLost):

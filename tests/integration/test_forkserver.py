@@ -337,11 +337,13 @@ async def test_no_descriptor_is_left() -> None:
     """Worlds in a row leave none here, and no child of the server."""
     async with local_world(2):
         pass
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         async with local_world(2):
             pass
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    async with asyncio.timeout(30.0):  # other threads may close theirs now
+        while len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert not server().children(), "it reaps a child before it reports its end"
     assert server().num_fds() < 12
 

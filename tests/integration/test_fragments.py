@@ -14,7 +14,6 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, training
 from aiorpc_torch.testing import Workers, kill
 from tests.support import guides, page_objects as objects
-from tests.support.first_world import enter_main_first
 
 WORKERS = ["ps", "a", "b", "env0", "env1"]
 PAGES = ["calls", "groups", "batching", "autograd"]
@@ -65,7 +64,6 @@ def run_as_torch_client(fragment: str, server: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 async def test_fragments_run(name: str, workers: Workers) -> None:
-    await enter_main_first()
     await workers(WORKERS, name="server")
     fragments = [
         each for each in guides.read(guides.DOCS / f"{name}.md").unnamed if "__main__" not in each
@@ -107,7 +105,6 @@ async def publish_on_a_trainer(fragment: str) -> None:
 @pytest.mark.slow
 async def test_fragments_on_training_run(workers: Workers) -> None:
     """One after another: the later ones use what the first ones have made."""
-    await enter_main_first()
     await workers(TRAINERS, name="learner")
     names: dict[str, Any] = {"aiorpc": aiorpc}
     names |= {name: getattr(training, name) for name in training.__all__}

@@ -33,6 +33,7 @@ from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate, frozen, kill, world
 from aiorpc_torch.testing.limits import INLINE_BYTES
 from aiorpc_torch.types import RemoteTraceback
+from tests.support.slack import SLACK
 
 pytestmark = pytest.mark.worlds
 
@@ -161,7 +162,7 @@ async def test_losses() -> None:
         group = await create(NAMES, Node, each([1, 2, 3]))
         with frozen("b"):
             with pytest.raises(GroupError) as raised:
-                await remote(group, timeout=0.5).add(0)
+                await remote(group, timeout=SLACK / 4).add(0)
             assert [type(exc) for exc in raised.value.exceptions] == [CallTimeout]
             assert raised.value.results[::2] == [1, 3]
         await check_loss_in_a_call()
@@ -269,7 +270,7 @@ async def test_replacement_processes() -> None:
             await asyncio.wait([looking], timeout=0.05)
             await me.wait_for("a")
             assert not looking.done()
-            with pytest.raises(CallTimeout, match="registered there: nothing"), timeout(0.2):
+            with pytest.raises(CallTimeout, match="registered there: nothing"), timeout(SLACK / 4):
                 await lookup("old", on="a")
             await call("a", register_node, "new", 7)
             assert {await remote(await looking).add(1), await far} == {8, 9}

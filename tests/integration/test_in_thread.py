@@ -24,6 +24,7 @@ from aiorpc_torch import (
 )
 from aiorpc_torch.testing import Gate
 from aiorpc_torch.types import LocalWorker, WorkerThread
+from tests.support.slack import SLACK
 
 LONG = 60.0
 
@@ -117,7 +118,7 @@ def test_errors_and_mistakes(me: WorkerThread[LocalWorker], counter: RRef[Counte
 def test_a_deadline_bounds_what_runs(me: WorkerThread[LocalWorker], counter: RRef[Counter]) -> None:
     """Around `run`, in this thread: calls, other waits, and streams."""
     gate = me.run(create("a", Gate))
-    with pytest.raises(CallTimeout), timeout(0.05):
+    with pytest.raises(CallTimeout), timeout(SLACK / 4):
         me.run(remote(gate).passed())
     begin = time.monotonic()
     with pytest.raises(TimeoutError), timeout(0.05):

@@ -38,7 +38,7 @@ async def pids(envs: Any) -> list[int]:
 @pytest.mark.promise("members.known")
 async def test_a_worker_that_is_lost_meanwhile() -> None:
     """It is not waited for any longer."""
-    async with asyncio.timeout(2 * SOON), world(["a", "b"], heartbeat=1.0):
+    async with asyncio.timeout(2 * SOON), world(["a", "b"], heartbeat=2.0):
         await call("a", enlist, "a")
         frozen = psutil.Process(await call("b", os.getpid))
         frozen.suspend()
@@ -63,7 +63,7 @@ async def count_now(name: str) -> int:
 @pytest.mark.promise("members.known")
 async def test_all_are_known_after_the_await() -> None:
     """At every worker, also with some that have none; a lost worker is not waited for."""
-    async with asyncio.timeout(2 * SOON), world(["a", "b", "c"], heartbeat=1.0) as me:
+    async with asyncio.timeout(2 * SOON), world(["a", "b", "c"], heartbeat=2.0) as me:
         assert len(await members(NAME)) == 0
         await asyncio.gather(*(call(each, enlist, each) for each in "ab"))
         assert await call(["a", "b", "c"], count_now, NAME) == [2, 2, 2]
@@ -166,7 +166,7 @@ async def test_a_process_that_is_replaced() -> None:
 @pytest.mark.promise("members.follow")
 async def test_a_member_that_is_frozen() -> None:
     """It is none while it is lost, and the same one again once it answers."""
-    async with asyncio.timeout(2 * SOON), world(["a"], heartbeat=1.0) as me:
+    async with asyncio.timeout(2 * SOON), world(["a"], heartbeat=2.0) as me:
         envs: aiorpc.types.NamedMembers[Env] = members(NAME)
         pid = await call("a", enlist, "a")
         await envs.wait()

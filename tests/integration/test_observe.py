@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -22,6 +21,7 @@ from aiorpc_torch import call, observe, testing
 from aiorpc_torch.observe import Tracing
 from aiorpc_torch.testing import Workers
 from tests.support.certificates import Authority
+from tests.support.example_programs import free_port
 from tests.support.hooks import hooks as hooks
 
 pytestmark = pytest.mark.usefixtures("hooks")
@@ -143,8 +143,7 @@ async def test_prometheus_scrapes_it(workers: Workers, tmp_path: Path, has_tls: 
         files = {"cert_file": cert, "key_file": key, "ca_file": ca}
         https = {"scheme": "https", "tls_config": {**files, "server_name": "worker"}}
     metrics = await call("a", serve_metrics, tls)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "prometheus.yml").write_text(
         json.dumps(
             {

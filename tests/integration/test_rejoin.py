@@ -98,7 +98,9 @@ async def test_restarts_leave_no_descriptors() -> None:
                 await me.wait_for("a")
             await call("a", actors.pid)
             counts.append(len(os.listdir("/proc/self/fd")))
-        assert max(counts) == counts[0], counts
+        async with asyncio.timeout(30.0):  # torch closes those of its pipes in its own thread
+            while len(os.listdir("/proc/self/fd")) > counts[0]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def wait_for(me: aiorpc.types.Worker, name: str) -> WorkerLost | None:
@@ -111,7 +113,7 @@ async def wait_for(me: aiorpc.types.Worker, name: str) -> WorkerLost | None:
 @pytest.mark.promise("rejoin.wait_for")
 async def test_waiting_for_an_unreachable_worker() -> None:
     """The wait ends with its next sign of life, and its objects are still there."""
-    async with world(["a"], heartbeat=0.5, transports=["uv"]) as me:
+    async with world(["a"], heartbeat=1.0, transports=["uv"]) as me:
         counter, gate = await create("a", Counter, start=7), await create("a", Gate)
         pending = asyncio.create_task(remote(gate).passed())
         await remote(gate).entered()

@@ -230,4 +230,4 @@ async def test_children_whose_server_is_frozen() -> None:
         await me.stop("c")
         assert await call("a", abs, -1) == 1
         watching.cancel()
-    assert longest < 2.0
+    assert longest < 4.0  # less than the server is waited for

@@ -177,12 +177,12 @@ async def test_an_error_tells_of_all_attempts(lives: Any) -> None:
 @pytest.mark.promise("calls.retries")
 async def test_a_worker_that_was_silent(lives: Any) -> None:
     """The call is made again, and waits for the worker within its timeout."""
-    async with world(["a"], heartbeat=0.5), asyncio.timeout(LONG):
+    async with world(["a"], heartbeat=1.0), asyncio.timeout(LONG):
         rref = await create("a", Mortal, lives(0))
         with frozen("a"):
             adding = asyncio.create_task(remote(rref, retries=20).add(1))
             with pytest.raises(CallTimeout):
-                await remote(rref, timeout=1.2, retries=20).add(1)
+                await remote(rref, timeout=2.2, retries=20).add(1)
             await asyncio.wait([adding], timeout=0.3)
             assert not adding.done()
         assert await adding == 2
@@ -192,7 +192,7 @@ async def test_a_worker_that_was_silent(lives: Any) -> None:
 @pytest.mark.parametrize("bounded", [False, True])
 async def test_a_worker_that_stops_as_its_connection_ends(lives: Any, bounded: bool) -> None:
     """The heartbeat bounds the wait for it, although no connection is left to be silent."""
-    async with world(["a"], heartbeat=0.5), asyncio.timeout(LONG):
+    async with world(["a"], heartbeat=1.0), asyncio.timeout(LONG):
         rref = await create("a", Mortal, lives(0))
         with frozen("a"):
             limit = 0.3 if bounded else None

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -260,8 +261,11 @@ async def test_the_loop_of_what_is_kept_is_closed(workers: Workers) -> None:
     async def sums() -> list[float]:
         return await remote(shelf).sums()
 
+    closed: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
     def on_a_loop_of_its_own() -> None:
         loop = asyncio.new_event_loop()
+        closed.append(weakref.ref(loop))
         loop.run_until_complete(keep())
         loop.close()
 
@@ -269,4 +273,7 @@ async def test_the_loop_of_what_is_kept_is_closed(workers: Workers) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         await asyncio.to_thread(on_a_loop_of_its_own)
         assert await asyncio.to_thread(lambda: asyncio.run(sums())) == [HUGE]
-        gc.collect()
+        async with asyncio.timeout(SOON):
+            while closed[0]() is not None:
+                gc.collect()
+                await asyncio.sleep(0.01)

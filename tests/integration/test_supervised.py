@@ -147,7 +147,7 @@ async def wait(awaitable: Any) -> Any:
 async def test_deadlines_and_cancellations_of_waiting_calls(file: Path) -> None:
     """A worker that is silent is not replaced: its object goes on, with its state."""
     async with (
-        world(["a"], heartbeat=0.5, transports=["uv"], max_restarts=1),
+        world(["a"], heartbeat=1.0, transports=["uv"], max_restarts=1),
         asyncio.timeout(LONG),
     ):
         diary = await supervised("a", Diary, file)

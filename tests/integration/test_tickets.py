@@ -10,6 +10,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, create, lookup, proxy, register, remote
 from aiorpc_torch.testing import kill, world
 from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit
+from tests.support.slack import SLACK
 
 LONG = 60.0
 
@@ -78,7 +79,7 @@ async def test_tickets_and_inserts_that_are_cancelled_or_late() -> None:
         for kind in ("cancelled", "late"):
             holding = asyncio.create_task(remote(worker).roll_out())
             await until(limit, 1)
-            with aiorpc.timeout(None if kind == "cancelled" else 0.05):
+            with aiorpc.timeout(None if kind == "cancelled" else SLACK / 4):
                 waiting = asyncio.create_task(remote(worker).roll_out())
             await until(limit, 1, 1)
             if kind == "cancelled":

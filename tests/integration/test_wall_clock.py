@@ -9,7 +9,7 @@ from aiorpc_torch import CallTimeout, call, create, local_world, remote
 from aiorpc_torch.testing import Gate
 from tests.support import clock_jumps
 
-HEARTBEAT = 0.5
+HEARTBEAT = 1.0
 SOON = 30.0
 
 

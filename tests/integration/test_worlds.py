@@ -211,7 +211,7 @@ async def test_missing_rank_is_named(tmp_path: Path) -> None:
     """`start_timeout` holds, and the error names the missing ranks."""
     with pytest.raises(WorldTimeout, match=r"rank 1, 2") as raised:
         async with aiorpc.worker(
-            rank=0, world_size=3, init_method=f"file://{tmp_path}/store", start_timeout=0.2
+            rank=0, world_size=3, init_method=f"file://{tmp_path}/store", start_timeout=1.0
         ):
             pass
     assert raised.value.missing == (1, 2)

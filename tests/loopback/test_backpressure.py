@@ -82,7 +82,7 @@ class Turnstile:
         self._wanted = number
         self._reached.clear()
         if self.inside != number:
-            async with asyncio.timeout(40.0):
+            async with asyncio.timeout(120.0):
                 await self._reached.wait()
 
 

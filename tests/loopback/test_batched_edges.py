@@ -16,7 +16,7 @@ from aiorpc_torch import Broadcast, Fill, Round, batched, call, create, each, re
 from aiorpc_torch.observe import stats
 from tests.support.actors import Proxied
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 async def all_of(*awaitables: Any) -> list[Any]:

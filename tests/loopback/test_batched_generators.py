@@ -31,11 +31,12 @@ from aiorpc_torch import (
 )
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing.limits import STREAM_CREDIT
+from tests.support.slack import BEGUN
 from tests.support.two_ends import until
 
 pytestmark = pytest.mark.usefixtures("world")
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 
 
 def entries_of(counts: Sequence[int]) -> Iterator[list[Any]]:
@@ -317,7 +318,7 @@ async def test_a_caller_that_is_late() -> None:
     counters, proxy = await made()
 
     async def late() -> list[Any]:
-        with aiorpc.timeout(0.05):
+        with aiorpc.timeout(BEGUN):
             return await take(proxy.wait(1))
 
     (found,) = await all_of(late())

@@ -18,6 +18,7 @@ from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Failing, Loud, Notes, Sleeper
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -98,7 +99,7 @@ async def test_object_lives_as_long_as_its_rref() -> None:
     rref = RRef(counter)
     assert await remote(rref).add() == 1
     del counter, rref
-    for _ in range(100):
+    for _ in range(1000):
         gc.collect()
         if alive() is None:
             break
@@ -180,10 +181,10 @@ async def test_timeout_of_a_call() -> None:
     """`remote(..., timeout=)` raises CallTimeout, a TimeoutError, and cancels the callee."""
     gate = await create("main", Gate)
     with pytest.raises(CallTimeout) as raised:
-        await remote(gate, timeout=0.05).passed()
+        await remote(gate, timeout=BEGUN).passed()
     assert isinstance(raised.value, TimeoutError)
-    expected = r"Gate\.passed on worker 'main' timed out after 0\.0\d+ s; it may have run"
-    assert re.fullmatch(expected, str(raised.value))
+    expected = rf"Gate\.passed on worker 'main' timed out after {BEGUN} s; it may have run"
+    assert re.match(expected, str(raised.value))
     assert (raised.value.worker, raised.value.method) == ("main", "Gate.passed")
     assert await remote(gate).cancelled(0) == 1
 

@@ -10,6 +10,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, Group, RRef, call, create, proxy, remote, supervised
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
+from tests.support.slack import BEGUN
 from tests.support.two_ends import until
 
 
@@ -137,7 +138,7 @@ async def test_a_deadline_in_the_block_is_raised_at_its_end(lender: Lender) -> N
     """The callee has left: the block did not have the lock to its end."""
 
     async def hold(found: Exception | None) -> None:
-        async with remote(RRef(lender), timeout=0.05).lend("book"):
+        async with remote(RRef(lender), timeout=BEGUN).lend("book"):
             await lender.back.wait()
             await until(lambda: not stats().in_flight)
             if found:

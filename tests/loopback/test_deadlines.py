@@ -13,6 +13,7 @@ from aiorpc_torch import CallTimeout, call, create, remote
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Counter, Sleeper
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -137,7 +138,7 @@ async def test_it_shrinks_from_hop_to_hop() -> None:
 async def test_move_on_after_is_silent() -> None:
     """The scope ends, the remote coroutine is cancelled, nothing is raised."""
     gate = await create("main", Gate)
-    with anyio.move_on_after(0.05) as scope:
+    with anyio.move_on_after(BEGUN) as scope:
         await remote(gate).passed()
     assert scope.cancelled_caught
     assert await remote(gate).cancelled() == 1
@@ -147,7 +148,7 @@ async def test_move_on_after_is_silent() -> None:
 async def test_fail_after_raises_its_own() -> None:
     """TimeoutError, and not the CallTimeout of a call's own deadline."""
     gate = await create("main", Gate)
-    with pytest.raises(TimeoutError) as raised, anyio.fail_after(0.05):
+    with pytest.raises(TimeoutError) as raised, anyio.fail_after(BEGUN):
         await remote(gate).passed()
     assert type(raised.value) is TimeoutError
     assert await remote(gate).cancelled() == 1
@@ -173,7 +174,7 @@ async def test_own_deadline_within_a_scope() -> None:
     with anyio.move_on_after(1000.0) as scope, pytest.raises(CallTimeout):
         await remote(gate, timeout=0.05).passed()
     assert not scope.cancelled_caught
-    with anyio.move_on_after(0.05) as scope:
+    with anyio.move_on_after(BEGUN) as scope:
         await remote(gate, timeout=1000.0).passed()
     assert scope.cancelled_caught
 
@@ -181,7 +182,7 @@ async def test_own_deadline_within_a_scope() -> None:
 async def test_a_hop_ends_with_the_first_callers_time() -> None:
     """A nested call without a timeout is bounded, and its coroutine is cancelled."""
     gate = await create("main", Gate)
-    with anyio.move_on_after(0.1) as scope:
+    with anyio.move_on_after(BEGUN) as scope:
         await call("main", actors.call_on, gate, "passed")
     assert scope.cancelled_caught
     assert await remote(gate).cancelled() == 1

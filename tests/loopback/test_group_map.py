@@ -13,6 +13,7 @@ from aiorpc_torch.observe import stats
 from aiorpc_torch.types import RemoteTraceback
 from tests.support.group_members import Node, Unpicklable, nodes
 from tests.support.raw_connections import SOON
+from tests.support.slack import BEGUN
 from tests.support.torch_sending import refuse_messages
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -316,7 +317,7 @@ async def test_the_deadline_bounds_the_whole_map() -> None:
     await remote(group).let(0)
     found = []
     with pytest.raises(CallTimeout):  # noqa: PT012
-        with timeout(0.3):
+        with timeout(2 * BEGUN):
             async for item in group.map(Turnstile.pass_, range(5)):
                 found.append(item)  # noqa: PERF401
     assert found == [0]
@@ -326,7 +327,7 @@ async def test_the_deadline_bounds_the_whole_map() -> None:
         await asyncio.Event().wait()
 
     results = group.map(Turnstile.pass_, slow())
-    with timeout(0.3):
+    with timeout(2 * BEGUN):
         assert await anext(results) == 0
     with pytest.raises(CallTimeout, match=r"map of Turnstile.pass_ timed out"):
         await anext(results)

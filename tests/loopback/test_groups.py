@@ -43,6 +43,7 @@ from tests.support.group_members import (
     nodes,
 )
 from tests.support.raw_connections import SOON
+from tests.support.slack import BEGUN
 from tests.support.torch_sending import refuse_messages
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -535,9 +536,9 @@ async def test_a_late_member_is_a_timeout(how: str) -> None:
         await opened[index].open()
     with pytest.raises(GroupError) as raised:  # noqa: PT012
         if how == "argument":
-            await remote(group, timeout=0.1).passed()
+            await remote(group, timeout=BEGUN).passed()
         else:
-            with timeout(0.1):
+            with timeout(BEGUN):
                 await call(group, Gate.passed)
     (exc,) = raised.value.exceptions
     assert isinstance(exc, CallTimeout)
@@ -551,7 +552,7 @@ async def test_a_late_member_of_an_iterated_call() -> None:
     await opened[1].open()
     found = []
     with pytest.raises(GroupError) as raised:  # noqa: PT012
-        async for member, _ in remote(group, timeout=0.1).passed():
+        async for member, _ in remote(group, timeout=BEGUN).passed():
             found.append(member)
     assert found == [group[1]]
     assert [type(exc) for exc in raised.value.exceptions] == [CallTimeout]
@@ -586,7 +587,7 @@ async def test_cancelling_cancels_every_member() -> None:
 async def test_an_anyio_scope_ends_it() -> None:
     """The scope reports its own deadline, which the members see as well."""
     group, opened = await gates()
-    with anyio.move_on_after(0.1) as scope:
+    with anyio.move_on_after(BEGUN) as scope:
         await remote(group).passed()
     assert scope.cancelled_caught
     assert [await each_.cancelled(1) for each_ in opened] == [1, 1, 1]
@@ -893,7 +894,7 @@ async def test_a_stream_that_fails_is_a_failure() -> None:
 async def test_any_has_a_deadline() -> None:
     group, opened = await gates(1)
     with pytest.raises(CallTimeout):
-        await remote(group.any(), timeout=0.05).passed()
+        await remote(group.any(), timeout=BEGUN).passed()
     assert await opened[0].cancelled(1) == 1
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, RRef, batched, call, create, each, fetch, lookup, remote, supervised
 from aiorpc_torch.testing import Gate
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -214,7 +215,7 @@ async def test_the_timeout_of_a_handle_is_that_of_its_calls() -> None:
         with pytest.raises(aiorpc.CallTimeout):
             await asked()
     with pytest.raises(aiorpc.GroupError):
-        await call(remote(Group([rref]), timeout=0.02), Node.hang)
+        await call(remote(Group([rref]), timeout=BEGUN), Node.hang)
     assert await call(remote(remote(rref, timeout=0.02), timeout=None), Node.add, 1) == 1
 
 

@@ -13,6 +13,7 @@ from aiorpc_torch import CallTimeout, Group, RRef, batched, remote
 from aiorpc_torch.observe import CallInfo, Interceptor
 from aiorpc_torch.testing import Gate
 from tests.support.hooks import hooks as hooks
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("hooks", "world")
 
@@ -106,7 +107,7 @@ async def test_failures(notes: Notes) -> None:
     notes.ends.clear()
     gate = RRef(Gate())
     with pytest.raises(CallTimeout):
-        await remote(gate, timeout=0.05).passed()
+        await remote(gate, timeout=BEGUN).passed()
     assert notes.ends[0] == ("call", "Gate.passed", "CallTimeout")
     waiting = asyncio.create_task(remote(gate).passed())
     await remote(gate).entered()

@@ -12,6 +12,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, Group, RRef, batched, create, remote
 from aiorpc_torch.observe import stats
 from tests.support.raw_connections import SOON
+from tests.support.slack import BEGUN
 
 
 class Gated:
@@ -172,6 +173,8 @@ async def test_calls_that_leave_while_they_wait() -> None:
     cancelled.cancel()
     with pytest.raises(CallTimeout):
         await late
+    await aiorpc.call(0, int)  # the cancellations have come before it
+    await settle()
     own.let(0, "last")
     assert await last == "last"
     own.let(1)
@@ -327,7 +330,7 @@ async def test_a_plain_def_knows_that_nobody_waits(how: str) -> None:
     own: Long = rref.local_value()
     if how == "deadline":
         with pytest.raises(CallTimeout):
-            await remote(rref, timeout=0.2).work()
+            await remote(rref, timeout=BEGUN).work()
     else:
         items = aiter(remote(rref).items())
         if how == "stream":

@@ -121,7 +121,7 @@ async def test_what_is_remembered_keeps_nothing_alive() -> None:
     for name in ("act", "plain", "many"):
         await outcome(rref, name, 0)
     del rref
-    for _ in range(100):
+    for _ in range(1000):
         gc.collect()
         if alive() is None:
             return

@@ -23,6 +23,7 @@ from aiorpc_torch.autograd import context
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import world as world_of
 from tests.support.group_members import Node, give_back, nodes
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -67,13 +68,13 @@ async def test_a_lookup_in_time() -> None:
     aiorpc.register("one", Node())
     aiorpc.register("two", Node())
     text = (
-        r"lookup of 'three' on worker 'main' timed out after 0.1 s; registered there: 'one', 'two'"
+        r"lookup of 'three' on worker 'main' timed out after 0.5 s; registered there: 'one', 'two'"
     )
-    with pytest.raises(CallTimeout, match=text) as raised, timeout(0.1):
+    with pytest.raises(CallTimeout, match=text) as raised, timeout(BEGUN):
         await aiorpc.lookup("three", on="main")
     assert (raised.value.worker, raised.value.method) == ("main", "lookup")
-    text = "lookup of 'three' timed out after 0.1 s; no living worker has registered it"
-    with pytest.raises(CallTimeout, match=text) as raised, timeout(0.1):
+    text = "lookup of 'three' timed out after 0.5 s; no living worker has registered it"
+    with pytest.raises(CallTimeout, match=text) as raised, timeout(BEGUN):
         await aiorpc.lookup("three")
     assert (raised.value.worker, raised.value.method) == (None, "lookup")
     assert stats().in_flight == 0

@@ -10,7 +10,7 @@ from aiorpc_torch import RRef, WorkerLost, remote
 from aiorpc_torch.testing import drop_connection
 from aiorpc_torch.types import Worker
 
-SOON = 10.0  # seconds
+SOON = 30.0  # seconds
 
 
 class Runs:

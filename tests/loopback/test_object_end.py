@@ -134,7 +134,7 @@ async def test_an_object_ends_with_its_last_rref(cls: type[Closes], expected: An
     del made
     release()
     assert await until(len(expected)) == expected
-    for _ in range(100):
+    for _ in range(1000):
         gc.collect()
         if alive() is None:
             break

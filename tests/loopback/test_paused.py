@@ -12,6 +12,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, Group, RRef, batched, members, paused, register, remote
 from aiorpc_torch.observe import stats
 from tests.support.raw_connections import SOON
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -242,7 +243,7 @@ async def test_a_holder_that_gives_up() -> None:
     await until(lambda: own.log)
 
     async def enter() -> None:
-        with aiorpc.timeout(0.05):
+        with aiorpc.timeout(BEGUN):
             async with paused(rref):
                 pytest.fail("it was entered")
 

@@ -47,7 +47,7 @@ async def test_calls_do_not_keep_objects_alive() -> None:
     for _ in range(5):
         await remote(rref).aadd()
     del rref
-    for _ in range(100):
+    for _ in range(1000):
         gc.collect()
         if alive() is None:
             return

@@ -318,9 +318,9 @@ async def test_nothing_is_left_of_a_world() -> None:
         x = await proxy.echo(torch.ones(HUGE))
     assert float(x.sum()) == HUGE
     x.fill_(2)
-    assert open_segments() == before[0]
+    await until(lambda: open_segments() <= before[0])
     del x
-    await until(lambda: mapped_segments() == before[1])
+    await until(lambda: mapped_segments() <= before[1])
 
 
 # ── many receivers ──────────────────────────────────────────────────────────────────────────────

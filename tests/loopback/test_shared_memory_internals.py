@@ -59,7 +59,7 @@ async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.Monkey
     before = mapped_segments()
     await remote(RRef(shelf)).echo(torch.rand(HUGE))
     await until(lambda: stats().segments == 0)
-    await until(lambda: mapped_segments() == before)
+    await until(lambda: mapped_segments() <= before)
     (store,) = segment_store._stores.values()
     assert not store.memory._is_trimming
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from aiorpc_torch.observe import Stats, stats
 from aiorpc_torch.testing import Gate, limits
 from tests.support import actors
 from tests.support.actors import Counter
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -110,7 +112,7 @@ async def test_late_answers() -> None:
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     with pytest.raises(CallTimeout):
-        await remote(rref, timeout=0.05).block()
+        await remote(rref, timeout=BEGUN).block()
     assert stats().late == 0
     blocker.release.set()
     await until(lambda: stats().late == 2)
@@ -149,6 +151,9 @@ class TestOutside:
 
 
 # ── who holds the loop ──────────────────────────────────────────────────────────────────────────
+
+
+TRIES = 5  # a busy machine may hold the loop itself, but not each time
 
 
 class Holder:
@@ -200,8 +205,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.promise("worlds.slow_loop")
-async def test_calls_that_block_the_loop_are_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_that_block_the_loop_are_named(
+    caplog: pytest.LogCaptureFixture, warn_of_slow_steps: Callable[[], None]
+) -> None:
     """Methods, generators and batches: each once, with how long, and what to do."""
+    warn_of_slow_steps()
     assert limits.SLOW_STEP == 0.1
     rref = RRef(Holder())
     await remote(rref).hold()
@@ -217,21 +225,28 @@ async def test_calls_that_block_the_loop_are_named(caplog: pytest.LogCaptureFixt
         "Holder.together",
     ]
     for text in told:
-        assert "held the event loop for 0." in text
+        assert re.search(r"held the event loop for \d+\.\d\d s", text)
         assert "plain `def`" in text
 
 
-async def test_calls_that_only_wait_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_that_only_wait_are_not_named(
+    caplog: pytest.LogCaptureFixture, warn_of_slow_steps: Callable[[], None]
+) -> None:
     """However long; nor is who holds a thread."""
     rref = RRef(Holder())
-    await asyncio.gather(
-        remote(rref).wait_long(),
-        remote(rref).hold_a_thread(),
-        remote(rref).in_thread(1),
-        *(remote(rref).quick() for _ in range(10)),
-    )
-    assert [item async for item in remote(rref).wait_between_items()] == [1, 2]
-    assert warnings(caplog) == []
+    for _ in range(TRIES):
+        warn_of_slow_steps()
+        caplog.clear()
+        await asyncio.gather(
+            remote(rref).wait_long(),
+            remote(rref).hold_a_thread(),
+            remote(rref).in_thread(1),
+            *(remote(rref).quick() for _ in range(10)),
+        )
+        assert [item async for item in remote(rref).wait_between_items()] == [1, 2]
+        if not warnings(caplog):
+            return
+    pytest.fail(f"each time: {warnings(caplog)}")
 
 
 # ── reprs ───────────────────────────────────────────────────────────────────────────────────────

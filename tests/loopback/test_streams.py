@@ -31,6 +31,7 @@ from tests.support.consumers import (
     streams,
     take,
 )
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -338,7 +339,7 @@ async def test_timeout_of_a_stream() -> None:
     """`remote(..., timeout=)` bounds the whole stream: items, then CallTimeout."""
     rref = await streams()
     await remote(rref).put("first")
-    stream = aiter(remote(rref, timeout=0.1).follow())
+    stream = aiter(remote(rref, timeout=BEGUN).follow())
     assert await anext(stream) == "first"
     with pytest.raises(CallTimeout, match="on worker 'main' timed out"):
         await anext(stream)
@@ -350,7 +351,7 @@ async def test_timeout_of_a_stream() -> None:
 async def test_items_that_came_in_time_are_read_after_it() -> None:
     """A slow consumer loses no items."""
     rref = await streams()
-    stream = aiter(remote(rref, timeout=0.2).count(ENDLESS))
+    stream = aiter(remote(rref, timeout=2 * BEGUN).count(ENDLESS))
     assert await made(rref, STREAM_CREDIT) == STREAM_CREDIT
     await closed(rref)  # by the deadline
     assert await take(stream, STREAM_CREDIT) == list(range(STREAM_CREDIT))
@@ -361,7 +362,7 @@ async def test_items_that_came_in_time_are_read_after_it() -> None:
 async def test_timeout_of_a_block() -> None:
     """`aiorpc.timeout` bounds a stream like a call."""
     rref = await streams()
-    with aiorpc.timeout(0.05), pytest.raises(CallTimeout):
+    with aiorpc.timeout(BEGUN), pytest.raises(CallTimeout):
         await iterate(remote(rref).follow())
     assert await closed(rref) == 1
     with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match="before the call"):
@@ -371,7 +372,7 @@ async def test_timeout_of_a_block() -> None:
 async def test_scope_around_a_stream() -> None:
     """anyio's `move_on_after` ends the stream silently, and closes the generator."""
     rref = await streams()
-    with anyio.move_on_after(0.05) as scope:
+    with anyio.move_on_after(BEGUN) as scope:
         await iterate(remote(rref).follow())
     assert scope.cancelled_caught
     assert await closed(rref) == 1
@@ -461,7 +462,7 @@ async def test_asyncio_takes_calls() -> None:
         tasks = [group.create_task(remote(rref).aadd()) for _ in range(2)]
     assert [task.result() for task in tasks] == [7, 8]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(remote(gate).passed(), 0.05)
+        await asyncio.wait_for(remote(gate).passed(), BEGUN)
     assert await remote(gate).cancelled() == 1
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, Group, RRef, call, create, remote, supervised, timeout
 from aiorpc_torch.testing import Gate
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -165,11 +166,11 @@ async def test_calls_of_groups_end_with_call_timeouts(blocked: bool) -> None:
 
 async def in_time(made: Callable[[], Awaitable[Any]], blocked: bool) -> None:
     """Wait for it in a block, and let the loop be busy at its deadline."""
-    with timeout(SHORT):
+    with timeout(BEGUN):
         waiting = asyncio.ensure_future(made())
         await asyncio.sleep(0)
         if blocked:
-            time.sleep(2 * SHORT)  # noqa: ASYNC251
+            time.sleep(BEGUN + SHORT)  # noqa: ASYNC251
         await waiting
 
 

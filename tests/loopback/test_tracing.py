@@ -22,6 +22,7 @@ from aiorpc_torch import CallTimeout, Group, RRef, async_execution, batched, cal
 from aiorpc_torch.observe import Tracing
 from aiorpc_torch.testing import Gate
 from tests.support.hooks import are_looked_for, hooks as hooks
+from tests.support.slack import BEGUN
 
 pytestmark = pytest.mark.usefixtures("hooks", "world")
 
@@ -210,7 +211,7 @@ async def test_failures_and_deadlines(spans: Spans) -> None:
         assert [event.name for event in span.events] == ["exception"]
     gate = RRef(Gate())
     with pytest.raises(CallTimeout):
-        await remote(gate, timeout=0.05).passed()
+        await remote(gate, timeout=BEGUN).passed()
     late = spans.one("Gate/passed", SpanKind.CLIENT)
     assert (late.attributes or {})["error.type"] == "CallTimeout"
     assert (late.attributes or {})["aiorpc_torch.deadline_exceeded"] is True

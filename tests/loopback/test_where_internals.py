@@ -9,6 +9,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, observe, register, remote
+from aiorpc_torch._aio.deadlines import NOTICE
 from aiorpc_torch._client import questions
 from aiorpc_torch._client.pool import current
 from aiorpc_torch._endpoint import entry_points
@@ -53,7 +54,7 @@ async def test_nothing_is_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tap.count("where") == 0
     await gate.shut()
     with pytest.raises(aiorpc.CallTimeout):
-        await remote(rref, timeout=0.5).passed()
+        await remote(rref, timeout=5 * NOTICE).passed()
     assert tap.count("where") == 2  # a question and an answer
     with pytest.raises(aiorpc.CallTimeout):
         await remote(rref, timeout=0.01).passed()  # too short

@@ -17,7 +17,7 @@ from torch.distributed import rpc
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._node.attachments import Attachments
 
-PATIENCE = 20.0  # seconds for anything that a test waits for
+PATIENCE = 60.0  # seconds for anything that a test waits for
 TORCH_THREADS = 3
 
 

@@ -20,7 +20,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import autograd, batched, call, remote
 from tests.support.actors import Counter
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 WENT_ON = 99  # exit code of a fork that ran code which it must not run
 
 

@@ -6,3 +6,9 @@ a heartbeat that never comes. These are far longer than this. How quick it is, i
 """
 
 SLACK = 8.0  # seconds
+
+BEGUN = 0.5
+"""Seconds after which a call in this process has begun: a deadline that is to end it is as long.
+
+Where other processes or the end of a call are waited for too, it is too short.
+"""

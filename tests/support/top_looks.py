@@ -16,28 +16,31 @@ from aiorpc_torch._top.verdicts import Verdict, verdicts
 SOON = 60.0  # seconds after which something will never happen
 
 
-async def rows_until(is_there: Callable[[Row], bool]) -> list[Row]:
-    """Look again and again until there is such a row among those of this world."""
+async def rows_until(*are_there: Callable[[Row], bool]) -> list[Row]:
+    """Look again and again until there is each such row among those of this world."""
     history = History()
     with contextlib.closing(Prober()) as prober:
         async with asyncio.timeout(SOON):
             while True:
                 history.add(await asyncio.to_thread(prober.sample))
                 rows = history.rows(os.getpid())
-                if any(map(is_there, rows)):
+                if all(any(map(is_there, rows)) for is_there in are_there):
                     return rows
                 await asyncio.sleep(0.05)
 
 
-async def verdict_of(kind: str) -> Verdict:
-    """Look at the world of this process until there is a verdict of that kind with a method."""
+async def verdict_of(kind: str, worker: str) -> Verdict:
+    """Look at the world of this process until there is such a verdict of a worker with a method.
+
+    A busy machine may hold others too.
+    """
     history = History()
     with contextlib.closing(Prober()) as prober:
         async with asyncio.timeout(SOON):
             while True:
                 history.add(await asyncio.to_thread(prober.sample))
                 for each in verdicts(history, history.rows(os.getpid())):
-                    if each.kind == kind and each.method:
+                    if (each.kind, each.worker) == (kind, worker) and each.method:
                         return each
                 await asyncio.sleep(0.2)
 

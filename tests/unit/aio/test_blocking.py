@@ -47,7 +47,7 @@ async def test_a_late_result_is_undone(place: Place) -> None:
     """The error names what does not answer."""
     call = place.call()
     with pytest.raises(Blocked, match="the file x does not answer"):
-        await call.result(0.05)
+        await call.result(0.5)
     assert not call.ended.done()
     place.is_open.set()
     await asyncio.wait_for(call.ended, SOON)

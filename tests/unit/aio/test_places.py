@@ -170,10 +170,17 @@ def innermost(function: Any, *args: Any) -> Iterator[FrameType]:
     thread.start()
     assert thread.ident is not None
     last = None
-    while (frame := sys._current_frames()[thread.ident]) is not last or not frame.f_lasti:
+    while (frame := sys._current_frames()[thread.ident]) is not last or not _is_in(frame, function):
         last = frame
         time.sleep(0.05)
     yield frame
+
+
+def _is_in(frame: FrameType | None, function: Any) -> bool:
+    """Return whether a thread has come so far; a busy machine may let it stand before."""
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_lasti > 0
 
 
 def with_lock(lock: Any) -> None:

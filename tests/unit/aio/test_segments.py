@@ -1,6 +1,7 @@
 """Segments: what one process writes, another maps; nothing else is mapped."""
 
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
@@ -65,6 +66,7 @@ def test_a_segment_cannot_shrink() -> None:
 
 def test_nothing_is_left_of_a_segment() -> None:
     """Neither descriptor nor mapping, once the objects are gone."""
+    gc.collect()  # what other tests have left
     before = open_segments(), mapped_segments()
     segment = Segment(SIZE)
     buffer = map_segment(segment.name, private=False).buffer()

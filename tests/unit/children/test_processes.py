@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from tests.support.first_world import enter_main_first
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,6 @@ async def test_a_main_that_children_cannot_import() -> None:
     async def main(me: aiorpc.types.Worker) -> str:
         return me.name
 
-    await enter_main_first()
     with pytest.raises(TypeError, match="main must be what child processes can import, got <func"):
         await asyncio.to_thread(aiorpc.run_local, main, 2)
     assert await asyncio.to_thread(aiorpc.run_local, main, 1) == "worker0", "without children"

@@ -101,8 +101,8 @@ def test_an_address_on_another_machine(tmp_path: Path) -> None:
 def test_an_address_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory of the last world may still close there; another program does not."""
     monkeypatch.setattr(meeting, "_BIND_TIMEOUT", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(OSError, match=f"another process listens at 127.0.0.1:{port}"):
             Meeting(f"tcp://127.0.0.1:{port}").listen("a")
     free = Meeting(f"tcp://127.0.0.1:{port}", "lo")

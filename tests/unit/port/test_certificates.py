@@ -205,19 +205,21 @@ def test_a_file_system_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch)
     """The first connection waits for a moment, further ones not at all; one thread waits."""
     tls = tls_in(folder)
     client, answers = tls.client, threading.Event()
-    looks: list[object] = []
+    looks, begun = list[object](), threading.Event()
 
     def hang(files: certificates.Files) -> tuple[object, ...]:
         looks.append(files)
+        begun.set()
         assert answers.wait(SOON)
         return ()
 
     monkeypatch.setattr(certificates, "_stamp", hang)
     monkeypatch.setattr(certificates, "LOOK_TIMEOUT", 0.1)
-    begun = time.monotonic()
+    begin = time.monotonic()
     for _ in range(100):
         assert tls.client is client
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begin < 5.0
+    assert begun.wait(SOON)
     assert len(looks) == 1
     answers.set()
 

@@ -118,7 +118,7 @@ def test_a_byte_at_a_time_does_not_extend_the_time(monkeypatch: pytest.MonkeyPat
 @pytest.mark.promise("watching.metrics_strangers")
 def test_clients_that_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that wait are few, so their memory is bounded; each one ends in time."""
-    monkeypatch.setattr(module, "REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT", 1.0)
     monkeypatch.setattr(module, "MAX_ANSWERS", 2)
 
     asked: list[object] = []

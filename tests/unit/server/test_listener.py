@@ -128,7 +128,7 @@ async def test_accepted_once_there_are_descriptors_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop is not kept busy meanwhile: one line tells of it for each try."""
-    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.01)
+    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.5)  # longer than 20 iterations of the loop
     listening = listen()
     dialled = dial(listening)
     with without_descriptors():

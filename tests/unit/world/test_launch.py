@@ -15,7 +15,6 @@ from aiorpc_torch._world.launch import (
     meeting_url,
 )
 from tests.support.certificates import Authority
-from tests.support.first_world import enter_main_first
 
 TASK = {
     "SLURM_JOB_ID": "1234",
@@ -74,7 +73,6 @@ def test_the_url_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.promise("worlds.launchers")
 async def test_worlds_that_need_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A world of one and a local one do not read its variables."""
-    await enter_main_first()
     set_all(monkeypatch, TASK, POD, SLURM_STEP_NODELIST="node[", SLURM_NTASKS="many")
     async with aiorpc.worker(rank=0, world_size=1) as me:
         assert (me.name, me.peers) == ("worker0", ())

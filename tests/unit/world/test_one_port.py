@@ -168,7 +168,7 @@ async def test_rank_0_has_no_certificate(tmp_path: Path, monkeypatch: pytest.Mon
         starting = asyncio.create_task(first.register())
         while first._stream is None:  # noqa: ASYNC110 - it listens
             await asyncio.sleep(0)
-        async with client(1, where, tls, seconds=3) as (second, _):
+        async with client(1, where, tls) as (second, _):
             with pytest.raises(ValueError, match="it does not use TLS, and this worker has tls="):
                 await second.register()
         starting.cancel()
