@@ -118,6 +118,7 @@ figures: install
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg
 	$(BIN)/python -m benchmarks.observe --trace docs/figures/trace.svg
+	$(BIN)/python -m benchmarks.top --plot docs/figures/top.svg
 	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
 	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg
 	$(BIN)/python -m benchmarks.rnn --plot docs/figures/rnn.svg

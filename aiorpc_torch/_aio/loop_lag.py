@@ -15,7 +15,7 @@ from .tasks import warn_if_blocking
 
 MOST_FRAMES = 40
 _LIBRARY = str(Path(__file__).parents[1])
-_FOREIGN = (_LIBRARY, sysconfig.get_path("stdlib"), "<")  # frames that do not name a user's code
+_FOREIGN = (_LIBRARY, sysconfig.get_path("stdlib"), "<", "uvloop/")  # no user's code
 _INSTALLED = sysconfig.get_path("purelib")  # lies below the standard library
 
 

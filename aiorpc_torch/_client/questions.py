@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._aio.deadlines import in_seconds
@@ -69,7 +69,7 @@ class Questions:
 
         def complete(answer: Sequence[Node] | None) -> None:
             found = self._silent(sent, limits.seconds) if answer is None else answer
-            then([*nodes, *map(self._named, found)])
+            then([*nodes, *self._named(found)])
 
         if not sent:
             then(nodes)
@@ -114,11 +114,16 @@ class Questions:
                 each.cancel()
             then(answer)
 
-    def _named(self, node: Node) -> Node:
-        """Return a part of an answer; the peer has no name for a call that does not run there."""
-        if node.method or (receiver := self._pending.get(node.key[-1])) is None:
-            return node
-        return node._replace(method=call_name(receiver.source))
+    def _named(self, answer: Sequence[Node]) -> Iterator[Node]:
+        """Yield the parts of an answer; the peer has no name for a call that does not run there.
+
+        Such a call waits no more if it has its result by now.
+        """
+        for node in answer:
+            if node.method:
+                yield node
+            elif (receiver := self._pending.get(node.key[-1])) is not None:
+                yield node._replace(method=call_name(receiver.source))
 
     def node(self, number: int, state: str) -> Node:
         """Return what this process knows of a pending call."""

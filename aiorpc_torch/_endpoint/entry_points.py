@@ -154,9 +154,7 @@ def how_to_leave() -> str:
         return "call rpc.shutdown() first"
     if here.manager is None:  # in `run_local`
         return "leave it first"
-    is_async = hasattr(here.manager, "__aexit__")
-    leave = "await me.world.__aexit__" if is_async else "me.world.__exit__"
-    return f"leave it first (in a notebook: `{leave}(None, None, None)`)"
+    return f"leave it first (in a notebook: `{here.manager.leave_text}`)"
 
 
 def current() -> Node | None:

@@ -34,16 +34,17 @@ class OnlyIterated:
 
 
 class AsyncOnly(contextlib._AsyncGeneratorContextManager[T]):  # private to CPython (3.11 to 3.14)
-    """An asynchronous context manager that says so in a plain `with`."""
+    """An asynchronous context manager that says so in a plain `with`, or to an `__exit__`."""
 
     if not TYPE_CHECKING:  # type checkers report the mistake themselves
 
         def __enter__(self) -> NoReturn:
-            name = self.func.__name__
+            name = self.gen.__name__
             raise TypeError(f"{name}() is asynchronous: write `async with {name}(...)`")
 
-        def __exit__(self, *_: object) -> None:
-            pass
+        def __exit__(self, *_: object) -> NoReturn:
+            name = self.gen.__name__
+            raise TypeError(f"{name}() is asynchronous: `await` its `__aexit__(None, None, None)`")
 
 
 def async_only(

@@ -51,6 +51,8 @@ def _show_once(svg: str | None, pid: int | None) -> int:
     rows, found = look(pid)
     if pid is not None and not rows:
         return _fail(f"{nobody(pid)}; without --pid, top shows all workers")
+    if not rows:  # what is printed is valid, and empty
+        sys.stderr.write(f"{nobody(pid)}\n")
     if svg is None:
         sys.stdout.write(json.dumps(report(rows, found), indent=1) + "\n")
         return 0

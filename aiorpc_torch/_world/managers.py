@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from .._aio.own_frames import has_user_frames, without_own_frames
 from .._aio.tasks import StepContext
@@ -23,15 +23,15 @@ W = TypeVar("W")
 
 
 class _World(AsyncOnly[W]):
+    leave_text = "await me.world.__aexit__(None, None, None)"
     _closer: AsyncGenerator[None] | None = None
 
     async def __aenter__(self) -> W:
         try:
             me = await StepContext(_generators_hidden, super().__aenter__())
-        except (TypeError, ValueError) as exc:  # a wrong argument: whose frames would help?
-            if has_user_frames(exc.__traceback__):
-                raise
-            raise without_own_frames(exc) from exc.__cause__
+        except _MISTAKES as exc:
+            _hide_own_frames(exc)
+            raise
         entry_points.keep(self)
         self._closer = self._leave_with_loop()
         await anext(self._closer)  # from now on the loop knows it
@@ -52,6 +52,15 @@ class _World(AsyncOnly[W]):
                 end = asyncio.CancelledError("the event loop has ended")
                 await super().__aexit__(type(end), end, None)
 
+    if not TYPE_CHECKING:  # type checkers report the mistake themselves
+
+        def __await__(self) -> NoReturn:
+            name = self.gen.__name__
+            raise TypeError(
+                f"{name}() is a context manager: write `async with {name}(...) as me`, or in a "
+                f"notebook `me = await {name}(...).__aenter__()`"
+            )
+
 
 @contextlib.contextmanager
 def _generators_hidden() -> Iterator[None]:
@@ -65,10 +74,35 @@ def _generators_hidden() -> Iterator[None]:
 
 
 class _WorldInThread(contextlib._GeneratorContextManager[W]):
+    leave_text = "me.world.__exit__(None, None, None)"
+
     def __enter__(self) -> W:
-        me = super().__enter__()
+        try:
+            me = super().__enter__()
+        except _MISTAKES as exc:
+            _hide_own_frames(exc)
+            raise
         entry_points.keep(self)
         return me
+
+    if not TYPE_CHECKING:  # type checkers report the mistake themselves
+
+        async def __aenter__(self) -> NoReturn:
+            raise TypeError("in_thread() is synchronous: write `with in_thread(...) as me`")
+
+        async def __aexit__(self, *_: object) -> NoReturn:
+            raise TypeError("in_thread() is synchronous: call its `__exit__(None, None, None)`")
+
+
+_MISTAKES = (TypeError, ValueError, RuntimeError)
+"""What a start raises for wrong arguments, or in a process that is in a world already."""
+
+
+def _hide_own_frames(exc: Exception) -> None:
+    """Drop the frames of a mistake, unless some are of the user's code: those may help."""
+    if not has_user_frames(exc.__traceback__):
+        without_own_frames(exc)
+        exc.__suppress_context__ = True
 
 
 def world_manager(

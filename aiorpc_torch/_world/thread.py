@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 from .._aio.deadlines import LATER, seconds_left, timeout
 from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.loops import call_soon, new_event_loop
+from .._aio.own_frames import behind_own_frames
 from ..errors import NotInWorld
 from .managers import thread_manager
 from .worker import Worker
@@ -198,6 +199,7 @@ class _Waits:
             result = await coroutine
         except BaseException as exc:
             is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
+            exc.__traceback__ = behind_own_frames(exc.__traceback__)
             future.set_exception(self._left() if is_end else exc)
         else:
             future.set_result(result)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from .._aio.fork import check_not_forked, forks_exit_here
 from .._aio.interruption import interruptible
@@ -108,6 +108,14 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
+
+    if not TYPE_CHECKING:  # type checkers report the mistake themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if instead := {"run": "await ...", "iterate": "async for ..."}.get(name):
+                text += f", which is of the worlds of in_thread(): write `{instead}` in this one"
+            raise AttributeError(text, name=name, obj=self)
 
     async def wait_for(self, peer: str) -> None:
         """Wait until `peer` is alive: if it is lost, until it rejoins; else return at once.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_run_takes_awaitables_and_functions(
     assert me.worker.name == "main"
 
 
-async def twice(counter: RRef[Counter], amount: int) -> int:
+async def twice(counter: RRef[Counter], amount: Any) -> int:
     await remote(counter).add(amount)
     return await remote(counter).add(amount)  # type: ignore[no-any-return]
 
@@ -112,6 +113,19 @@ def test_errors_and_mistakes(me: WorkerThread[LocalWorker], counter: RRef[Counte
         untyped.iterate([1, 2])
     with pytest.raises(AttributeError, match="nothing"):
         untyped.nothing  # noqa: B018
+
+
+def test_an_error_shows_the_lines_of_run_alone(
+    me: WorkerThread[LocalWorker], counter: RRef[Counter]
+) -> None:
+    """None of the task in the other thread, before the user's own lines."""
+    with pytest.raises(TypeError, match="unsupported operand") as error:
+        me.run(twice, counter, "x")
+    names = [each.name for each in traceback.extract_tb(error.tb)]
+    assert names[names.index("twice") - 1] == "__get_result"  # of `concurrent.futures`
+    with pytest.raises(AttributeError, match="nope") as error:
+        me.run(remote(counter).nope())
+    assert traceback.extract_tb(error.tb)[-1].name == "__get_result"
 
 
 @pytest.mark.promise("worlds.in_thread")

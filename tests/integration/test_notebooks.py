@@ -184,6 +184,34 @@ def test_a_program_that_leaves_its_world_open(way: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
+RELOADED = """
+import asyncio, importlib, pathlib
+import aiorpc_torch as aiorpc
+
+async def main():
+    async with aiorpc.local_world(["far"]) as me:
+        file = pathlib.Path("helper.py")
+        file.write_text("def f(): return 'old'")
+        import helper
+        print(await aiorpc.call("far", helper.f))
+        file.write_text("def f(): return 'new, and longer'")
+        importlib.reload(helper)
+        print(helper.f(), await aiorpc.call("far", helper.f))
+        await me.restart("far")
+        print(await aiorpc.call("far", helper.f))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_module_that_was_reloaded(tmp_path: Path) -> None:
+    """Children keep what they have imported, until they are restarted."""
+    done = run("-c", RELOADED, cwd=str(tmp_path))
+    printed = ["old", "new, and longer old", "new, and longer"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, printed), done.stderr
+
+
 EXPORTS = """
 async def refuse():
     try:

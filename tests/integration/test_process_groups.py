@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,54 @@ def test_other_launchers(launcher: str, order: str) -> None:
             check(order, "UNUSED", {}, f"tcp://127.0.0.1:{free_port()}")
         case _:
             check(order, "RANK", address() | {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2"})
+
+
+TRAINING = """
+import asyncio, sys
+import torch, torch.distributed as dist
+import aiorpc_torch as aiorpc
+from torch.nn.parallel import DistributedDataParallel
+
+url, rank = sys.argv[1], int(sys.argv[2])
+
+def part(inputs, outputs):
+    made = torch.nn.Linear(inputs, outputs)
+    for each in made.parameters():
+        torch.nn.init.constant_(each, 0.5)
+    return made
+
+async def main():
+    start = asyncio.to_thread(
+        dist.init_process_group, "gloo", init_method=f"{url}.group", rank=rank, world_size=2
+    )
+    await start
+    async with aiorpc.worker(init_method=url, rank=rank, world_size=2) as me:
+        first = await aiorpc.create(me.peers[0], part, 2, 4)
+        last = await asyncio.to_thread(DistributedDataParallel, part(4, 1))
+        async with aiorpc.autograd.context() as context:
+            loss = last(await aiorpc.remote(first)(torch.full((3, 2), rank + 1.0))).mean()
+            await context.backward([loss], timeout=60)
+            parameters = await aiorpc.autograd.parameter_rrefs(last)
+            optimizer = await aiorpc.autograd.DistributedOptimizer.create(
+                torch.optim.SGD, parameters, lr=0.1
+            )
+            await optimizer.step(context)
+    print([round(each, 4) for each in last.module.weight[0].tolist()])
+    dist.destroy_process_group()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_distributed_model_in_an_autograd_context(tmp_path: Path) -> None:
+    """Its gradients of both ranks are averaged: inputs 1.5 and 2.5 make a gradient of 2."""
+    (tmp_path / "training.py").write_text(TRAINING)
+    with contextlib.ExitStack() as stack:
+        lines = (
+            [sys.executable, str(tmp_path / "training.py"), f"file://{tmp_path}/world", str(rank)]
+            for rank in range(2)
+        )
+        both = [stack.enter_context(started(each, GLOO_SOCKET_IFNAME="lo")) for each in lines]
+        found = [each.communicate(timeout=PATIENCE)[0] for each in both]
+    assert found == [f"{[0.3] * 4}\n"] * 2

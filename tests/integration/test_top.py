@@ -187,6 +187,17 @@ def test_a_process_that_is_no_worker_is_an_error(
     assert not Path("top.svg").exists()
 
 
+def test_a_machine_without_workers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script reads empty lists, and a person the reason on stderr."""
+    monkeypatch.setattr("aiorpc_torch._top.terminal.look", lambda pid: ([], []))
+    assert command_line(["top", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"worlds": {}, "verdicts": []}
+    assert printed.err == "no worker of this user in this network namespace\n"
+
+
 def test_a_picture_without_its_folder_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

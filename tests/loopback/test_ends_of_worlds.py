@@ -1,7 +1,9 @@
 """Ends of a world of one: in order, by an exception, with calls to itself pending, at its start."""
 
 import asyncio
+import gc
 import logging
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -29,6 +31,40 @@ async def test_torch_stops_though_a_call_to_itself_is_pending(
         assert not torch_runs()
         with pytest.raises(NotInWorld):
             await waiting
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR], caplog.text
+
+
+class Waiting:
+    async def wait(self, item: int = 0) -> None:
+        await asyncio.Event().wait()
+
+
+async def consumed(items: AsyncIterator[Any]) -> None:
+    async for _ in items:
+        pass
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("kind", ["awaited", "iterated", "mapped", "any"])
+async def test_a_call_of_a_group_that_is_cancelled_just_before_the_end(
+    kind: str, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever forgets it then reads nothing in the log, whatever its members do meanwhile."""
+    async with world():
+        group = await create(["main", "main"], Waiting)
+        calls: dict[str, Callable[[], Any]] = {
+            "awaited": lambda: remote(group).wait(),
+            "iterated": lambda: consumed(aiter(remote(group).wait())),
+            "mapped": lambda: consumed(group.map(Waiting.wait, range(5))),
+            "any": lambda: remote(group.any()).wait(),
+        }
+        calling = asyncio.ensure_future(calls[kind]())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        calling.cancel()
+    del calling
+    gc.collect()
+    await asyncio.sleep(0)
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR], caplog.text
 
 

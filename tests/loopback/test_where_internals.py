@@ -81,6 +81,18 @@ async def test_few_questions_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("world")
+async def test_a_call_that_ends_while_it_is_asked_about() -> None:
+    """It waits no more, and its worker has no name for it."""
+    gate = Gate()
+    calling = asyncio.ensure_future(remote(RRef(gate)).passed())
+    await gate.entered()
+    opening = asyncio.ensure_future(gate.open())  # before the question is read
+    assert await observe.where() == ()
+    await opening
+    await calling
+
+
+@pytest.mark.usefixtures("world")
 async def test_a_question_that_is_answered_leaves_no_timer() -> None:
     """Else each of thousands of late calls would have two, for as long as its deadline is away."""
     gate = Gate()

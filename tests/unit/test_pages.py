@@ -34,6 +34,25 @@ def test_every_program_of_a_guide_is_run(path: Path) -> None:
         assert "__main__" not in text or any(name in command for command, _ in page.steps), name
 
 
+STARTS = {"index.md", "features.md", "guides/index.md", "reference/index.md", "tutorial/index.md"}
+LISTED = {"promises.md"}  # a page for maintainers, which the first pages name
+
+
+def links(path: Path) -> set[str]:
+    """Return the pages to which the text of a page links, as paths below docs/."""
+    text = re.sub(r"^( *)```.*?^\1```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"\]\((?!https?:)([^)#\s]+\.md)", text)
+    return {(path.parent / each).resolve().relative_to(guides.DOCS).as_posix() for each in found}
+
+
+def test_a_reader_meets_every_page_beside_the_navigation() -> None:
+    """Where its subject comes up: a list of all pages does not count."""
+    pages = {path.relative_to(guides.DOCS).as_posix(): path for path in guides.DOCS.rglob("*.md")}
+    lists = STARTS - {"tutorial/index.md"}
+    linked = [links(path) - {name} for name, path in pages.items() if name not in lists]
+    assert set(pages) - set().union(*linked) - STARTS - LISTED == set()
+
+
 def test_the_first_example_of_the_readme_is_short() -> None:
     """A reader sees it whole, in a few seconds."""
     first, *_ = blocks("README.md", "python")
@@ -130,7 +149,7 @@ def test_troubleshooting_quotes_errors_that_exist() -> None:
     page = guides.DOCS / "troubleshooting.md"
     shown = [
         quoted
-        for heading in ("The world does not start", "A call fails", "Batches and objects")
+        for heading in ("The world does not start", "A call fails")
         for line in section(page, heading)
         if line.startswith("- ")
         for quoted in re.findall(r"`([^`]+)`", line)
