@@ -66,10 +66,6 @@ class LazyCall(Coroutine[Any, Any, R]):
         raise NotImplementedError
 
     def __await__(self) -> Generator[Any, Any, R]:
-        return self._begin()
-
-    def _begin(self) -> Generator[Any, Any, R]:
-        """Return the steps. Raise RuntimeError if the call was used already."""
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
@@ -112,15 +108,15 @@ class LazyCall(Coroutine[Any, Any, R]):
 
     def send(self, value: Any) -> Any:
         """Run the next step, for a task."""
-        return (self._steps or self._begin()).send(value)
+        return (self._steps or self.__await__()).send(value)
 
     def throw(self, *exc: Any) -> Any:
         """Raise an exception in the call, for a task."""
-        return (self._steps or self._begin()).throw(*exc)
+        return (self._steps or self.__await__()).throw(*exc)
 
     def close(self) -> None:
         """Cancel the call."""
-        (self._steps or self._begin()).close()
+        (self._steps or self.__await__()).close()
 
     def __del__(self) -> None:
         if self._steps is None:
@@ -153,25 +149,26 @@ class RemoteCall(LazyCall[Any]):
 
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
-    def __await__(self, *, is_task: bool = False) -> Generator[Any, Any, Any]:
-        if not is_task:  # here, as another function before it would run for each call
-            self._use()
+    def _run(self) -> Generator[Any, Any, Any]:
+        future = timer = due = bound = None
         try:
-            connection = connection_to(self._worker)
-        except WorkerGone as exc:
-            raise self._not_sent(exc) from None
-        except UnknownWorker as exc:
-            raise without_own_frames(exc) from None
-        due = bound = None
-        if self._timeout is not None or current_deadline() is not None or ANYIO_BACKEND in modules:
-            due, bound = self._bounds(connection)
-        # The target keeps its RRef, so the object lives until the result is here.
-        future = connection.call(self._target, self._arguments, bound)
-        timer = None
-        if due is not None:
-            left = due - time.monotonic()
-            timer = call_at(due, left, foresee, expire, future, left)
-        try:
+            try:
+                connection = connection_to(self._worker)
+            except WorkerGone as exc:
+                raise self._not_sent(exc) from None
+            except UnknownWorker as exc:
+                raise without_own_frames(exc) from None
+            if (
+                self._timeout is not None
+                or current_deadline() is not None
+                or ANYIO_BACKEND in modules
+            ):
+                due, bound = self._bounds(connection)
+            # The target keeps its RRef, so the object lives until the result is here.
+            future = connection.call(self._target, self._arguments, bound)
+            if due is not None:
+                left = due - time.monotonic()
+                timer = call_at(due, left, foresee, expire, future, left)
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
             if type(answer) in _FAILURES:
@@ -180,15 +177,13 @@ class RemoteCall(LazyCall[Any]):
                 raise self._failure(answer)
             return answer
         except BaseException:
-            cancel(future)
+            if future is not None:
+                cancel(future)
             raise
         finally:
             self._steps = USED
             if timer is not None:
                 timer.cancel()
-
-    def _run(self) -> Generator[Any, Any, Any]:
-        return self.__await__(is_task=True)
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 

@@ -209,9 +209,7 @@ class RoutedCall(RemoteCall):
         seconds = None if self._timeout is None else time_left(route.due)
         return RemoteCall(*place, seconds, *args, **kwargs)
 
-    def __await__(self, *, is_task: bool = False) -> Generator[Any, Any, Any]:
-        if not is_task:
-            self._use()
+    def _run(self) -> Generator[Any, Any, Any]:
         route = self._route()
         try:
             while True:
