@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import in_seconds, notice_of
-from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
 from .._context import propagation
 from .._context.interception import TRACER, CallInfo, Kind, begin_call, is_needed
@@ -93,7 +92,6 @@ class Connection(Channel):
         encoder: encodes the calls.
         pending: the calls that wait for a reply.
         window: those that were sent.
-        carriers: carry large CPU tensors.
         transfers: carry what else does not go in frames, by torch RPC.
         questions: ask the peer where calls stand.
         state: the unsent calls.
@@ -109,7 +107,7 @@ class Connection(Channel):
         succeed: "Callable[[str], Connection]",
         devices: DeviceMapping = NO_DEVICES,
     ) -> None:
-        super().__init__(peer, observer)
+        super().__init__(peer, observer, self._on_carrier, self._dial)
         self.phase = Phase.OPENING
         self.peer: WorkerInfo = peer.member.info
         self.number = connection_number
@@ -117,7 +115,6 @@ class Connection(Channel):
         self.encoder = CallEncoder(me.name, peer.name, devices)
         self.window = FlowWindow()
         self.pending = PendingCalls(self)
-        self.carriers = Carriers(self, self.loop, self._on_carrier, self._dial)
         self.transfers = TorchTransfers(self)
         self.questions = Questions(self)
         self._sender = CallSender(self)
@@ -446,10 +443,6 @@ class Connection(Channel):
     def _on_knocked(self, _: "asyncio.Task[None]") -> None:
         self._knocking = None
 
-    def check_path(self, timeout: float) -> None:
-        super().check_path(timeout)
-        self.carriers.sockets.check_path(timeout)
-
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def _on_carrier(self) -> None:
@@ -573,7 +566,6 @@ class Connection(Channel):
         self.carriers.close()
 
     def on_end(self, error: Exception | None) -> None:
-        self.carriers.close()
         if self._knocking is not None:
             self._knocking.cancel()
         if error is None or self.phase is Phase.FINISHED:

@@ -10,8 +10,7 @@ import socket
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from .._carrier.choice import Carriers
-from .._channel import Channel, channel_repr
+from .._channel import Channel, Input, channel_repr
 from .._peers.peers import Peer
 from .._torch import devices
 from .._wire.columns import CellKind, plain_bytes, write_kind
@@ -67,7 +66,6 @@ class Session(Channel):
         self._loop_thread = get_ident()
         self.dispatcher = Dispatcher(self, server.executor, server.exports)
         self.calls = self.dispatcher.calls
-        self.carriers = Carriers(self, self.loop)
         self._results = ResultSender(self)
         self.flush = self._results.flush
         self.handlers |= {
@@ -92,10 +90,6 @@ class Session(Channel):
     def release(self, number: int) -> None:
         """Release the held results of a call, whose caller does not want them."""
         self._results.release(number)
-
-    def check_path(self, timeout: float) -> None:
-        super().check_path(timeout)
-        self.carriers.sockets.check_path(timeout)
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
@@ -132,16 +126,15 @@ class Session(Channel):
                 return
         if self.events:
             self._end_event(number)
-        if self.transport is not None and not self._is_closing:
+        if self.is_open:
             size = len(cell) if type(kind) is tuple else plain_bytes(cell)
             self._results.queue_small((number, kind, cell), size)
 
     def _queue_result(self, result: EncodedResult) -> None:
         if self.events:
             self._end_event(result[0])
-        if self._is_closing or self.ended.is_set():
-            return
-        self._results.queue(result)
+        if self.is_open:
+            self._results.queue(result)
 
     def _end_event(self, key: Any) -> None:
         """End the event of an answered call. A profiler accepts that on the loop's thread only."""
@@ -188,9 +181,8 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
-        self.carriers.close()
         self._results.close()
         self.events.clear()
-        if not self._received_close:
+        if self.input is not Input.CLOSED:
             self._server.on_session_end(self, "lost" if error is not None else "ended", "")
         self.dispatcher.close()
