@@ -135,7 +135,7 @@ class Connection(Channel):
         self._opening: asyncio.Task[None] | None = None
         self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
         self._knocking: asyncio.Task[None] | None = None
-        self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
+        self._opening_limits: list[asyncio.TimerHandle] = []  # end the calls that are held too long
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._is_successor = False  # its first calls were not sent over another connection
         self._passed_on = 0  # calls that another connection has taken over
@@ -330,7 +330,7 @@ class Connection(Channel):
             call.by_torch = call.is_large = True
         is_idle = not self.pending
         self._register(call.number, receiver, target, call.head.target)
-        self._hold(call.number)
+        self._limit_opening(call.number)
         state = self.state
         if state.woken == 1 and not call.is_large and state.may_send_alone() and self._can_write():
             self.window.sent(call.number, call.size)
@@ -357,11 +357,13 @@ class Connection(Channel):
         """Return what holds calls until the peer is reached, None if nothing does."""
         return self._introductions.holding if self.phase is Phase.OPENING else None
 
-    def _hold(self, number: int) -> None:
+    def _limit_opening(self, number: int) -> None:
         """Bound the time for which a call waits for a peer that does not serve yet."""
         if self.phase is Phase.OPENING and (holding := self._introductions.holding) is not None:
             seconds = holding.timeout
-            self._held.append(self.loop.call_later(seconds, self._give_up, number, seconds))
+            self._opening_limits.append(
+                self.loop.call_later(seconds, self._give_up, number, seconds)
+            )
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""
@@ -371,9 +373,9 @@ class Connection(Channel):
     def _enter(self, phase: Phase) -> None:
         """Go forward to a phase."""
         self.phase = max(self.phase, phase)
-        for timer in self._held:
+        for timer in self._opening_limits:
             timer.cancel()
-        self._held.clear()
+        self._opening_limits.clear()
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -658,6 +660,6 @@ class Connection(Channel):
         receiver.connection, receiver.number = self, call.number
         if call.recorded is not None:
             call.recorded.move(self._recorded_calls)
-        self._hold(call.number)
+        self._limit_opening(call.number)
         self.state.submit(call, is_idle=False)
         self.flush_soon()

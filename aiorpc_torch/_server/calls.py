@@ -72,7 +72,7 @@ class ServerCall:
     number = -1  # that of its caller
     joiner: Joiner | None = None  # set if `function` is batched
     deadline: float | None = None
-    leave_batch: Callable[[], object] | None = None  # removes it from its batch
+    leave_queue: Callable[[], object] | None = None  # out of its batch, or the queue of a turn
     scope: BatchScope | None = None  # batches that wait for it
     fence: StreamFence | None = None  # until its arguments are ready
     recording: ContextRecord | None = None  # set in an autograd context
@@ -94,8 +94,8 @@ class ServerCall:
     def cancel(self) -> None:
         """Stop the call as far as possible. On the loop's thread."""
         self.is_cancelled = True
-        if self.leave_batch is not None:
-            self.leave_batch()
+        if self.leave_queue is not None:
+            self.leave_queue()
             self.fail(asyncio.CancelledError())
         elif self.task is not None and self.has_started:  # else it ends when it starts
             self.task.cancel()
@@ -163,7 +163,7 @@ class ServerCall:
                 arguments, self.arguments = self.arguments, _TAKEN
             else:
                 arguments = self.take_arguments()
-            self.leave_batch = joiner(self.settle, self.receiver, arguments, self.caller)
+            self.leave_queue = joiner(self.settle, self.receiver, arguments, self.caller)
         except BaseException as exc:  # raised by user code
             self.fail(exc)
 
@@ -203,8 +203,8 @@ class ServerCall:
 
     def abandon(self, exc: BaseException) -> None:
         """Answer the caller with an exception, although the function may still run."""
-        if self.leave_batch is not None:  # `cancel` cannot, once it is answered
-            self.leave_batch()
+        if self.leave_queue is not None:  # `cancel` cannot, once it is answered
+            self.leave_queue()
         self.fail(exc)
 
     @property
@@ -267,7 +267,7 @@ class RpcCall(ServerCall):
             end(asyncio.CancelledError())
 
     def succeed(self, value: Any) -> None:
-        small = None
+        small = None  # as `_encode` and `_finish`, for the results that most calls have
         try:
             if self.reply is None and self.sends_value and not self.is_cancelled:
                 small = small_tensor(value) if type(value) is Tensor else plain_cell(value)
@@ -278,7 +278,7 @@ class RpcCall(ServerCall):
         if small is None:
             self._finish(kind, content)
         elif self.session.calls.pop(self.number, None) is not None:
-            self.leave_batch = None
+            self.leave_queue = None
             if self.on_end is not None:
                 self.on_end(None)
             self.session.send_small_result(self.number, kind, content)
@@ -315,7 +315,7 @@ class RpcCall(ServerCall):
 
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         if self.session.calls.pop(self.number, None) is not None:
-            self.leave_batch = None
+            self.leave_queue = None
             if self.on_end is not None:
                 self.on_end(failure)
             self.session.send_result((self.number, kind, content), self.reply)

@@ -125,10 +125,10 @@ class View:
         return found
 
     def _describe_call(self, found: Subject, call: ServerCall) -> None:
-        leave: Any = getattr(call.leave_batch, "__self__", None)
+        leave: Any = getattr(call.leave_queue, "__self__", None)
         turn = getattr(call, "turn", None)
-        if isinstance(call.leave_batch, functools.partial):
-            found.state = self._of_pause(call.leave_batch)
+        if isinstance(call.leave_queue, functools.partial):
+            found.state = self._of_pause(call.leave_queue)
         elif turn is not None and leave is turn:
             self._wait_for_turn(found, turn)
         elif hasattr(leave, "batch"):

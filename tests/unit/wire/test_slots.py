@@ -398,7 +398,7 @@ class BothEnds(RuleBasedStateMachine):
             self.drain()
         assert not self.pending, "a caller waits for ever"
         assert len(self.state) == len(self.window) == self.window.size == 0
-        assert not (self.state._unsent)
+        assert not (self.state._admitted)
         assert not (self.shared)
         assert not (self.state.controls())
         assert {*self.dropped} <= self.withdrawn
