@@ -316,7 +316,7 @@ class Channel:
         with contextlib.suppress(Exception):
             self.flush()
         self.is_open = False
-        self.write(frame(CLOSE, dump((reason, wire_text(detail[:100_000])))))
+        self.send(CLOSE, dump((reason, wire_text(detail[:100_000]))))
         self.loop.call_later(LINGER, self.transport.abort)
         if self.input is Input.CLOSED or not self.transport.can_write_eof():
             self.transport.close()

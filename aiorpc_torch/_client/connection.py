@@ -40,7 +40,6 @@ from .._wire.frames import (
     RESULTS,
     RETIRE,
     WHERE,
-    frame,
     header,
 )
 from .._wire.handshake import ARGUMENTS, Party, number_for
@@ -155,21 +154,7 @@ class Connection(Channel):
         """The number of calls and streams that wait for a reply."""
         return len(self.pending)
 
-    def pending_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        receivers = [*self.pending.values()]
-        return [(target_name(each.source), self.peer.name, each.started) for each in receivers]
-
-    def oldest_calls(self, most: int) -> list[tuple[str, float]]:
-        """Return method and `time.monotonic()` of the oldest pending calls, but streams.
-
-        In any thread.
-        """
-        receivers = [*islice(self.pending.values(), most)]
-        calls = [each for each in receivers if not isinstance(each, StreamReader)]
-        return [(target_name(each.source), each.started) for each in calls]
-
-    def oldest(self, most: int) -> list[tuple[int, ReplyReceiver]]:
+    def oldest(self, most: int | None) -> list[tuple[int, ReplyReceiver]]:
         """Return the numbers and receivers of the oldest pending calls. In any thread."""
         return [*islice(self.pending.items(), most)]
 
@@ -403,7 +388,7 @@ class Connection(Channel):
         """Tell a peer that leaves that no call follows."""
         if self.phase is Phase.RETIRING:
             self._enter(Phase.RETIRED)
-            self.write(frame(RETIRE, b""))
+            self.send(RETIRE, b"")
 
     def on_payload_sent(self, size: int) -> None:
         """Count a message with a payload."""

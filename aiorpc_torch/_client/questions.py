@@ -16,7 +16,7 @@ from .._aio.deadlines import in_seconds
 from .._aio.places import Line
 from .._endpoint import entry_points
 from .._torch.transport import send, wrap_future
-from .._wire.frames import WHERE, frame
+from .._wire.frames import WHERE
 from .._wire.plain import dump
 from .._wire.standing import (
     MOST_CALLS,
@@ -85,7 +85,7 @@ class Questions:
             loop.call_later(seconds, self._end, question.id, None),
         )
         self._asked[question.id] = then, timers
-        self._connection.write(frame(WHERE, dump(question)))
+        self._connection.send(WHERE, dump(question))
 
     def _look_at_loop(self, question: int) -> None:
         """Ask by torch RPC, whose threads answer, where an event loop stands that does not."""

@@ -35,7 +35,7 @@ from .._wire.columns import (
     plain_cell,
 )
 from .._wire.exceptions import RemoteFailure, note_has_run, try_add_note
-from .._wire.messages import Arguments, Carried
+from .._wire.messages import NO_ARGUMENTS, Arguments, Carried
 from .._wire.pickling import pack
 from .._wire.staged import stage
 from .._wire.targets import GENERATOR_HINT, function_name
@@ -47,7 +47,6 @@ from .timings import timings
 if TYPE_CHECKING:
     from .session import Session
 
-_TAKEN: Arguments = (), {}
 _NOT_CALLED = object()
 
 Joiner = functools.partial[Callable[[], object]]
@@ -149,7 +148,7 @@ class ServerCall:
         if self.scope is not None or self.recording is not None or self.carried is not None:
             self.enter_context()
         if self.fence is None:  # as `take_arguments`, without another function for each call
-            (args, kwargs), self.arguments = self.arguments, _TAKEN
+            (args, kwargs), self.arguments = self.arguments, NO_ARGUMENTS
         else:
             args, kwargs = self.take_arguments()
         return self.function(*args, **kwargs)
@@ -160,7 +159,7 @@ class ServerCall:
             if self.scope is not None or self.recording is not None or self.carried is not None:
                 self.enter_context()
             if self.fence is None:  # as in `invoke`
-                arguments, self.arguments = self.arguments, _TAKEN
+                arguments, self.arguments = self.arguments, NO_ARGUMENTS
             else:
                 arguments = self.take_arguments()
             self.leave_queue = joiner(self.settle, self.receiver, arguments, self.caller)
@@ -191,7 +190,7 @@ class ServerCall:
         if self.fence is not None:
             self.fence.wait()
             self.fence = None
-        arguments, self.arguments = self.arguments, _TAKEN
+        arguments, self.arguments = self.arguments, NO_ARGUMENTS
         return arguments
 
     def settle(self, answer: Any) -> None:

@@ -33,6 +33,7 @@ from .._wire.exceptions import RemoteFailure
 from .._wire.messages import (
     MAX_HEADS,
     MAX_KNOWN_HEAD,
+    NO_ARGUMENTS,
     CallHead,
     Group,
     check_groups,
@@ -199,7 +200,7 @@ class Dispatcher:
         pickled: Any = call.arguments
         if type(pickled) is not LongPickle:
             return False
-        call.arguments = _NOTHING
+        call.arguments = NO_ARGUMENTS
         if call.reply is not None:
             _set_arguments(call, pickled.load())
             return False
@@ -271,7 +272,7 @@ class Dispatcher:
             for number, row in zip(numbers, rows):  # noqa: B905 - 0.2 µs
                 if type(row) is RemoteFailure:
                     fail = _failing_class(stream=wire.stream)
-                    how = row.raise_, _NOTHING, on_loop, None, key
+                    how = row.raise_, NO_ARGUMENTS, on_loop, None, key
                     call = fail(session, reply, number, now, *how)
                 else:
                     call = make(session, reply, number, now, function, row, on_loop, joiner, key)
@@ -315,7 +316,7 @@ class Dispatcher:
         stream: bool = False,
     ) -> list[RpcCall]:
         """Return a call that raises `exc` for each number."""
-        fail, how = _failing_class(stream=stream), (partial(_raise, exc), _NOTHING, False)
+        fail, how = _failing_class(stream=stream), (partial(_raise, exc), NO_ARGUMENTS, False)
         return [fail(self._session, reply, number, now, *how) for number in numbers]
 
 
@@ -343,9 +344,6 @@ def _batch_scope(batches: frozenset[BatchId], calls: dict[int, RpcCall], number:
 def _failing_class(*, stream: bool) -> Callable[..., RpcCall]:
     """Return the class of a call that only raises: it joins no batch, and takes no turn."""
     return StreamCall if stream else RpcCall
-
-
-_NOTHING: Any = (), {}
 
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:

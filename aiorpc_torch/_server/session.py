@@ -6,7 +6,6 @@ Its `Dispatcher` starts the calls, its `ResultSender` sends what does not leave 
 import asyncio
 import functools
 import logging
-import socket
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from .._wire.frames import (
     RETIRE,
     SLOT,
     WHERE,
-    frame,
     header,
 )
 from .._wire.messages import EncodedResult, SessionKey
@@ -158,17 +156,13 @@ class Session(Channel):
             self.calls or self.dispatcher.slots or self._results.held or self.carriers.has_work()
         )
 
-    def add_socket(self, purpose: int, sock: socket.socket) -> None:
-        """Use a proven socket for tensors."""
-        self.carriers.sockets.add_socket(purpose, sock)
-
     def _on_retired(self, _: bytes) -> None:
         self.retired.set()
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
         if self.is_open:
-            self.write(frame(RETIRE, b""))
+            self.send(RETIRE, b"")
 
     def pause_writing(self) -> None:
         self.pause_reading("full")

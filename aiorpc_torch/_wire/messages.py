@@ -48,6 +48,9 @@ MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
+NO_ARGUMENTS: Arguments = (), {}
+"""In place of arguments: of a call without, and of one whose arguments were taken. Not changed."""
+
 Carried = tuple[tuple[str, bytes], ...]
 """Context variables that travel with a call: name and pickled value of each."""
 
@@ -385,9 +388,6 @@ class _NamedOrPickled(NamedTuple):
 _read_head = reader(tuple[_NamedOrPickled, bool, list[str] | None, list[WireKind]])
 
 
-_NO_ARGUMENTS: Arguments = (), {}
-
-
 class CallHead:
     """The head of a received group. Take the target, then either `rows` or `skip`.
 
@@ -429,7 +429,7 @@ class CallHead:
         if len(columns) != len(self.kinds):
             raise ValueError(f"{len(columns)} columns for {len(self.kinds)} arguments")
         if not columns:
-            return [_NO_ARGUMENTS] * count
+            return [NO_ARGUMENTS] * count
         found: list[list[Any]] = [
             read_cells(kind, cells, tensors, count)
             for kind, cells in zip(self.kinds, columns, strict=True)

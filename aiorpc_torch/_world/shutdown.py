@@ -115,7 +115,7 @@ class Shutdown:
         await self._close_connections()  # first: no call may run beside the end of an object
         await close_queues()  # of batches that have begun since
         limit = OBJECTS_TIMEOUT if self.timeout is None else self.timeout
-        await self.node.server.end_objects(limit)
+        await self.node.server.created.close(limit)
         if not self.failure:
             await self._close_together(leaving)
         await self._stop_torch()
