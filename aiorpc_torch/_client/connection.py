@@ -127,17 +127,20 @@ class Connection(Channel):
         }
         self._me = me
         self._peer_name = peer.name  # torch makes a new str each time
-        self._introductions = introductions
-        self._succeed = succeed
+        self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
+        # Counters.
         self._calls = 0
         self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
+        self._passed_on = 0  # calls that another connection has taken over
+        # Its opening.
+        self._introductions = introductions
         self._opening: asyncio.Task[None] | None = None
+        self._opening_limits: list[asyncio.TimerHandle] = []  # end the calls that are held too long
+        # The end of its path.
+        self._succeed = succeed
+        self._is_successor = False  # its first calls were not sent over another connection
         self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
         self._knocking: asyncio.Task[None] | None = None
-        self._opening_limits: list[asyncio.TimerHandle] = []  # end the calls that are held too long
-        self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
-        self._is_successor = False  # its first calls were not sent over another connection
-        self._passed_on = 0  # calls that another connection has taken over
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -188,22 +191,27 @@ class Connection(Channel):
         return future
 
     def _send_alone(self, receiver: InlineFuture, target: Target, args: tuple[Any, ...]) -> bool:
-        """Send a call at once, if all others are answered and none will follow.
+        """Send a call of one small argument at once if nothing is before it; return whether it was.
 
-        The frame is the one that `_submit` would send, in some 6 µs more.
+        The frame is the one that `_submit` would send, in some 6 µs more: it asks these questions
+        in functions of their own.
         """
-        state, window = self.state, self.window  # as `may_send_alone`
+        # Is another call unanswered or unsent? As `may_send_alone`.
+        state, window = self.state, self.window
         if state.is_paused or window or state.queue or state.cancels or state.credits:
             return False
+        # Was its target encoded for an earlier call? Are there ancestors to send?
         if len(args) != 1 or type(target) is not MethodTarget:
             return False
         known = self.encoder.methods.get(target.name)
         if known is None or known.rref() is not target.on or entered_scopes() or awaited:
             return False
-        if current_record() is not None or current_context_id() >= 0:  # it is recorded
+        # Is it of an autograd context? Do variables travel with it, or is it told of?
+        if current_record() is not None or current_context_id() >= 0:
             return False
         if (propagation.used or TRACER in modules) and is_needed():
             return False
+        # Is it small, and its result too, as far as is known?
         value, encoded, large = args[0], known.target, self.transfers.large_results
         found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
         if found is None or (large and encoded in large):
