@@ -200,6 +200,9 @@ class Connection(Channel):
         state, window = self.state, self.window
         if state.is_paused or window or state.queue or state.cancels or state.credits:
             return False
+        # Would the transport drop it? While it is queued, it is known to be unsent.
+        if not self.is_open or self.transport.is_closing():
+            return False
         # Was its target encoded for an earlier call? Are there ancestors to send?
         if len(args) != 1 or type(target) is not MethodTarget:
             return False
@@ -325,16 +328,14 @@ class Connection(Channel):
         self._register(call.number, receiver, target, call.head.target)
         self._limit_opening(call.number)
         state = self.state
-        if state.woken == 1 and not call.is_large and state.may_send_alone() and self._can_write():
+        is_lone = state.woken == 1 and not call.is_large and state.may_send_alone()
+        if is_lone and self.is_open and not self.transport.is_closing():
             self.window.sent(call.number, call.size)
             self._sender.send((call,))
         elif state.submit(call, is_idle=is_idle):
             self.flush()
         else:
             self.flush_soon()
-
-    def _can_write(self) -> bool:
-        return self.is_open and not self.transport.is_closing()
 
     def _carry(self, call: EncodedCall, target: Target, *, is_stream: bool) -> None:
         """Let the context variables travel with a call, and tell the interceptors of it."""
