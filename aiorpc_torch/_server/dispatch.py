@@ -186,20 +186,18 @@ class Dispatcher:
             for call in calls:
                 call.carried = call.carried or ()  # interceptors are told of it
         if tensors:
-            calls = [call for call in calls if not self._load(call)]
+            calls = [e for e in calls if type(e.arguments) is not LongPickle or not self._load(e)]
         if reply is None and self.slots.queues:
             calls = [call for call in calls if self.slots.admit(call.order_key, call)]
         self._executor.start(calls)
         return len(numbers)
 
     def _load(self, call: RpcCall) -> bool:
-        """Load the arguments of a call in a thread, before it is started; return whether they are.
+        """Load a `LongPickle` in a thread, before its call is started; return whether it is.
 
         Later calls of its object wait for it. One that came by torch has had its turn.
         """
         pickled: Any = call.arguments
-        if type(pickled) is not LongPickle:
-            return False
         call.arguments = NO_ARGUMENTS
         if call.reply is not None:
             _set_arguments(call, pickled.load())

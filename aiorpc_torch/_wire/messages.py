@@ -200,16 +200,18 @@ def encode_call(
 ) -> EncodedCall:
     """Encode a call with ancestor `batches`; copy small arguments. Raises what pickling raises."""
     args, kwargs = arguments
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = ()
+    kinds: list[CellKind] = []
+    cells: list[Any] = []
+    size, has_tensors = 0, False
     if kwargs:
-        if not are_plain_names(kwargs):
-            return _encode_pickled(heads, number, target, stream, arguments, due, batches)
-        names, args = tuple(kwargs), (*args, *kwargs.values())
-    kinds, cells, size = [], [], 0
-    for value in args:
+        names = tuple(kwargs) if are_plain_names(kwargs) else None
+        args = (*args, *kwargs.values())
+    for value in () if names is None else args:
         found = direct_cell(value)
         if found is None:
-            return _encode_pickled(heads, number, target, stream, arguments, due, batches)
+            names = None
+            break
         kind, content = found
         kinds.append(kind)
         cells.append(content)
@@ -217,30 +219,18 @@ def encode_call(
             size += len(content)
         else:
             size += size_of(content) if kind is TENSOR else plain_bytes(content)
-    if len(cells) > 1 and _has_repeated_tensor(args, kinds):  # it arrives as one
-        return _encode_pickled(heads, number, target, stream, arguments, due, batches)
+    if names is None or (len(cells) > 1 and _has_repeated_tensor(args, kinds)):
+        # In one pickle, so that an argument that is passed twice arrives as one object.
+        packed = pack(arguments)
+        names, kinds, cells = None, [PACKED], [packed]
+        size, has_tensors = packed.size, bool(packed.tensors)
     head = heads[target, stream, names, tuple(kinds)]
-    return EncodedCall(number, head, tuple(cells), due, size, batches)
+    return EncodedCall(number, head, tuple(cells), due, size, batches, has_tensors)
 
 
 def _has_repeated_tensor(values: Sequence[Any], kinds: Sequence[CellKind]) -> bool:
     tensors = [id(value) for value, kind in zip(values, kinds, strict=True) if kind is not PLAIN]
     return len(set(tensors)) < len(tensors)
-
-
-def _encode_pickled(
-    heads: HeadCache,
-    number: int,
-    target: EncodedTarget,
-    stream: bool,
-    arguments: Arguments,
-    due: float | None,
-    batches: tuple[BatchId, ...],
-) -> EncodedCall:
-    # In one pickle, so that an argument that is passed twice arrives as one object.
-    packed = pack(arguments)
-    head = heads[target, stream, None, (PACKED,)]
-    return EncodedCall(number, head, (packed,), due, packed.size, batches, bool(packed.tensors))
 
 
 # ── a frame of calls ──────────────────────────────────────────────────────────────────────────────
