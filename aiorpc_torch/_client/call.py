@@ -56,20 +56,17 @@ USED = _UsedSteps()
 
 
 class LazyCall(Coroutine[Any, Any, R]):
-    """A call that starts at its first step: `_run` makes its steps. It is used once."""
+    """A call that starts at its first step, and is used once.
+
+    `__await__` of a subclass makes its steps: a generator that begins with `_use`.
+    """
 
     __slots__ = ("__weakref__", "_steps")
 
     _steps: Generator[Any, Any, R] | _UsedSteps | None
 
-    def _run(self) -> Generator[Any, Any, R]:
-        raise NotImplementedError
-
     def __await__(self) -> Generator[Any, Any, R]:
-        if self._steps is not None:
-            raise RuntimeError(ALREADY_AWAITED)
-        self._steps = steps = self._run()
-        return steps
+        raise NotImplementedError
 
     def _use(self) -> None:
         """Note that the call is used. Raise RuntimeError if it was already."""
@@ -108,15 +105,25 @@ class LazyCall(Coroutine[Any, Any, R]):
 
     def send(self, value: Any) -> Any:
         """Run the next step, for a task."""
-        return (self._steps or self.__await__()).send(value)
+        if (steps := self._steps) is not None:
+            return steps.send(value)
+        steps = self.__await__()
+        waits_for = steps.send(value)  # it notes that the call is used
+        self._steps = steps
+        return waits_for
 
     def throw(self, *exc: Any) -> Any:
         """Raise an exception in the call, for a task."""
-        return (self._steps or self.__await__()).throw(*exc)
+        if (steps := self._steps) is None:
+            steps, self._steps = self.__await__(), USED
+        return steps.throw(*exc)
 
     def close(self) -> None:
         """Cancel the call."""
-        (self._steps or self.__await__()).close()
+        if (steps := self._steps) is None:
+            self._steps = USED
+        else:
+            steps.close()
 
     def __del__(self) -> None:
         if self._steps is None:
@@ -149,7 +156,8 @@ class RemoteCall(LazyCall[Any]):
 
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[Any, Any, Any]:
+        self._use()
         future = timer = due = bound = None
         try:
             try:

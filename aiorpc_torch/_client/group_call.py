@@ -81,7 +81,8 @@ class GroupCall(LazyCall[list[R]], Generic[M, R]):
         running.start((self._args, self._kwargs))
         return running
 
-    def _run(self) -> Generator[Any, Any, list[R]]:
+    def __await__(self) -> Generator[Any, Any, list[R]]:
+        self._use()
         done, running = InlineFuture(asyncio.get_running_loop()), None
         try:
             running = self._start()

@@ -209,7 +209,8 @@ class RoutedCall(RemoteCall):
         seconds = None if self._timeout is None else time_left(route.due)
         return RemoteCall(*place, seconds, *args, **kwargs)
 
-    def _run(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[Any, Any, Any]:
+        self._use()
         route = self._route()
         try:
             while True:
