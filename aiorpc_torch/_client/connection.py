@@ -326,7 +326,8 @@ class Connection(Channel):
             call.by_torch = call.is_large = True
         is_idle = not self.pending
         self._register(call.number, receiver, target, call.head.target)
-        self._limit_opening(call.number)
+        if self.phase is Phase.OPENING:
+            self._limit_opening(call.number)
         state = self.state
         is_lone = state.woken == 1 and not call.is_large and state.may_send_alone()
         if is_lone and self.is_open and not self.transport.is_closing():
@@ -353,7 +354,7 @@ class Connection(Channel):
 
     def _limit_opening(self, number: int) -> None:
         """Bound the time for which a call waits for a peer that does not serve yet."""
-        if self.phase is Phase.OPENING and (holding := self._introductions.holding) is not None:
+        if (holding := self._holding()) is not None:
             seconds = holding.timeout
             self._opening_limits.append(
                 self.loop.call_later(seconds, self._give_up, number, seconds)
@@ -654,6 +655,7 @@ class Connection(Channel):
         receiver.connection, receiver.number = self, call.number
         if call.recorded is not None:
             call.recorded.move(self._recorded_calls)
-        self._limit_opening(call.number)
+        if self.phase is Phase.OPENING:
+            self._limit_opening(call.number)
         self.state.submit(call, is_idle=False)
         self.flush_soon()

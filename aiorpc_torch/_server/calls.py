@@ -60,6 +60,7 @@ class ServerCall:
     # Set by each subclass.
     on_loop: bool  # whether its function starts on the loop
     worker: str  # name of this worker
+    caller: str  # name of the calling worker
     started: float  # `time.monotonic()` of its arrival
 
     # Defaults of the class, which cost a call nothing.
@@ -206,11 +207,6 @@ class ServerCall:
             self.leave_queue()
         self.fail(exc)
 
-    @property
-    def caller(self) -> str:
-        """Return the name of the calling worker."""
-        return "a torch client"
-
     def succeed(self, value: Any) -> None:
         """End with a return value."""
         raise NotImplementedError
@@ -240,15 +236,12 @@ class RpcCall(ServerCall):
     ) -> None:
         self.function, self.arguments, self.order_key = function, arguments, order_key
         self.session, self.reply, self.number = session, reply, number
-        self.worker, self.on_loop, self.started = session.worker, on_loop, now
+        self.worker, self.caller = session.worker, session.caller
+        self.on_loop, self.started = on_loop, now
         if joiner is not None:
             self.joiner = joiner
         if type(reply) is DeferredReply:
             self.recording = reply.recording
-
-    @property
-    def caller(self) -> str:
-        return self.session.caller
 
     def record(self) -> None:
         """Record this call until it is answered: for a profiler, and for `top`. On the loop."""
