@@ -164,7 +164,8 @@ class BatchQueue:
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._function = function
-        self._given = self._policy = policy
+        self._given = policy
+        self._policy = policy  # with the numbers that its functions have returned last
         self._traits_of = traits_of
         self._counters = counters
         self._has_limit = has_limit  # the object does
@@ -377,8 +378,8 @@ class BatchQueue:
         for call in timed_out.items:
             call.resolve(_round_timeout(timed_out, self._function.name))
 
-    async def _run_batch(self, batch: Batch[QueuedCall] | None = None) -> None:
-        """Run a batch; by default dispatch, and run the first that is ready."""
+    async def _run_batch(self, batch: Batch[QueuedCall] | None) -> None:
+        """Run a batch. None: start those that are ready, and run the first of them."""
         task = asyncio.current_task()
         assert task is not None
         task.remove_done_callback(self._on_early_cancel)

@@ -445,7 +445,7 @@ class CallHead:
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
 
 ResultKey = int | tuple[int, int, int]
-"""A call's number; for an item of a stream: the call's number, the item's number, its credit."""
+"""A call's number; for an item of a stream: the call's number, the item's, its cost in credit."""
 
 EncodedResult = tuple[ResultKey, CellKind, Any]
 """A key, and the kind and content of a cell."""

@@ -234,8 +234,8 @@ async def test_a_held_result_that_comes_too_late_is_released(pair: Pair, key: st
     await pair.frame()
     pair.connection.cancel(number)
     await pair.frame()  # it has crossed the result
-    price = 0 if key == "the end of a stream" else 2
-    pair.reply((number if key == "a call" else (number, 0, price), HELD, 1 << 20))
+    cost = 0 if key == "the end of a stream" else 2
+    pair.reply((number if key == "a call" else (number, 0, cost), HELD, 1 << 20))
     kind, data = await pair.frame()
     assert (kind, read(data)[0]) == (CONTROL, [number])
     assert (number in pair.connection.state.window) == (key == "an item")
