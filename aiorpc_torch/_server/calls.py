@@ -57,6 +57,8 @@ to remove it. Its function has the instance as first argument."""
 class ServerCall:
     """A call of `function` for a caller. `deadline` is a `time.monotonic()` value."""
 
+    arguments: Any  # `Arguments`; before the start also a `LongPickle`, which is loaded first
+
     # Set by each subclass.
     on_loop: bool  # whether its function starts on the loop
     worker: str  # name of this worker
@@ -191,7 +193,8 @@ class ServerCall:
         if self.fence is not None:
             self.fence.wait()
             self.fence = None
-        arguments, self.arguments = self.arguments, NO_ARGUMENTS
+        arguments: Arguments = self.arguments
+        self.arguments = NO_ARGUMENTS
         return arguments
 
     def settle(self, answer: Any) -> None:

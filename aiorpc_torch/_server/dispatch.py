@@ -197,8 +197,7 @@ class Dispatcher:
 
         Later calls of its object wait for it. One that came by torch has had its turn.
         """
-        pickled: Any = call.arguments
-        call.arguments = NO_ARGUMENTS
+        pickled, call.arguments = call.arguments, NO_ARGUMENTS
         if call.reply is not None:
             _set_arguments(call, pickled.load())
             return False
