@@ -308,7 +308,7 @@ class Channel:
         """Send a CLOSE frame, once; the transport closes when the peer has sent its own.
 
         Args:
-            reason: One of "left", "failed", "ended", "replaced" and "broken".
+            reason: One of "left", "detached", "failed", "ended", "replaced" and "broken".
             detail: Text for the peer's errors.
         """
         if not self.is_open:

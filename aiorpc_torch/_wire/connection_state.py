@@ -1,7 +1,7 @@
 """Decide when the calls and results of one connection are sent, and how many together.
 
 State machines without an event loop, a clock or torch. The caller has a `SendState`, driven by
-`_client.connection`. The callee has a `ReplyState`, driven by `_server.session`.
+`_client.sender`. The callee has a `ReplyState`, driven by `_server.result_sender`.
 
 A lone call or result is sent at once: another loop iteration would be a tenth of a lone call. Calls
 of one iteration are sent at its end, in one frame. Callers that were woken together call together

@@ -123,7 +123,7 @@ class EncodedCall:
         is_large: Whether it has no place in a frame with others: it has tensors outside the bytes,
             or many bytes, or has to travel by torch RPC.
         by_torch: Whether it has to travel by torch RPC.
-        shared: The `SharedMessage` once its tensors are in shared memory, else None.
+        shared: The `ReadyMessage` once its tensors are where the peer reaches them, else None.
         recorded: The `RecordedCall` if the call is in an autograd context, else None.
         carried: Its context variables.
     """
