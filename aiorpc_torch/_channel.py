@@ -28,6 +28,7 @@ from ._wire.frames import (
     CLOSE,
     HEADER_BYTES,
     PING,
+    CloseReason,
     FrameReader,
     ProtocolError,
     frame,
@@ -304,11 +305,11 @@ class Channel:
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────
 
-    def close(self, reason: str, detail: str = "") -> None:
+    def close(self, reason: CloseReason, detail: str = "") -> None:
         """Send a CLOSE frame, once; the transport closes when the peer has sent its own.
 
         Args:
-            reason: One of "left", "detached", "failed", "ended", "replaced" and "broken".
+            reason: Reason, for the peer.
             detail: Text for the peer's errors.
         """
         if not self.is_open:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from .._wire.blocks import Then
-from .._wire.frames import frame
+from .._wire.frames import CloseReason, frame
 from .._wire.plain import dump
 
 
@@ -19,7 +19,7 @@ class Wire(Protocol):
     is_local: bool
 
     def write(self, data: bytes) -> None: ...
-    def close(self, reason: str, detail: str = "") -> None: ...
+    def close(self, reason: CloseReason, detail: str = "") -> None: ...
     def abort(self, why: Exception | None = None) -> None: ...
 
 

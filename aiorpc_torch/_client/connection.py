@@ -40,6 +40,7 @@ from .._wire.frames import (
     RESULTS,
     RETIRE,
     WHERE,
+    CloseReason,
     header,
 )
 from .._wire.handshake import ARGUMENTS, Party, number_for
@@ -509,7 +510,7 @@ class Connection(Channel):
         self._observer.on_leave_message(self.peer.name, self.peer.id, "retires", "")
         self.flush()
 
-    def leave(self, what: str, text: str, error: RpcError) -> None:
+    def leave(self, what: CloseReason, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
         self._fail_calls(error, recorded=what != "ended")  # torch answers them after a loop's end
         self._enter(Phase.FINISHED)

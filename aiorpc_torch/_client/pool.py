@@ -20,6 +20,7 @@ from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from .._wire.ancestry import CallKey, call_of
 from .._wire.connection_state import Phase
+from .._wire.frames import CloseReason
 from .._wire.targets import target_name
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 from .connection import Connection
@@ -384,10 +385,10 @@ class ConnectionPool:
             each.leave("ended", "", error)
             self._finished.update(each.counters())
 
-    async def close(self, what: str = "left", text: str = "") -> None:
+    async def close(self, what: CloseReason = "left", text: str = "") -> None:
         """Close all connections, since this process leaves its world: pending calls fail.
 
-        The peers are told "left", "detached", or "failed" and the reason.
+        The peers are told `what` has ended it, and its `text`.
         """
         for _, on_loss in [*self._watches.values()]:
             on_loss(NotInWorld("this worker has left its world"))

@@ -31,6 +31,7 @@ from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import NO_DEVICES, DeviceRoutes
 from .._wire.exceptions import FailedWorker, LeavingWorker, RemoteFailure
+from .._wire.frames import CloseReason
 from .._wire.handshake import Party, dump_introduction
 from .._wire.messages import (
     ResultKey,
@@ -285,7 +286,7 @@ class Server:
                     await session.retired.wait()
 
     async def close(
-        self, timeout: float, failure: str = "", text: str = "", what: str = ""
+        self, timeout: float, failure: str = "", text: str = "", what: CloseReason | None = None
     ) -> None:
         """Fail and cancel all calls, and close the connections.
 

@@ -131,9 +131,8 @@ class Shutdown:
             )
 
     async def _close_connections(self) -> None:
-        what = "failed" if self.failure else "left"
         ended = await asyncio.gather(
-            self.node.pool.close(what, self.failure),
+            self.node.pool.close("failed" if self.failure else "left", self.failure),
             self.node.server.close(0.5, self.failure.partition("\n")[0], self.failure),
             return_exceptions=True,  # torch is stopped in any case
         )
