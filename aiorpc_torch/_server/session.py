@@ -108,6 +108,8 @@ class Session(Channel):
             again = functools.partial(self.send_small_result, number, kind, cell)
             self._call_on_loop(again)
             return
+        if self.events:
+            self._end_event(number)
         if not (self.calls or self._results.replies.results) and self.is_open:
             try:
                 # As `encode_reply` makes it of one result that is a small cell.
@@ -118,12 +120,8 @@ class Session(Channel):
             except Exception as exc:  # out of memory, for one: the queue answers with a failure
                 log.debug("a result cannot be sent alone: %r", exc)
             else:
-                if self.events:
-                    self._end_event(number)
                 self.write(header(len(data), RESULTS) + data)  # as `frame`, of small data
                 return
-        if self.events:
-            self._end_event(number)
         if self.is_open:
             size = len(cell) if type(kind) is tuple else plain_bytes(cell)
             self._results.queue_small((number, kind, cell), size)
