@@ -320,17 +320,6 @@ read_groups: Callable[[bytes], list[Group]] = reader(list[Group])
 _read_payload = reader(tuple[SessionKey, int, list[Group]])
 
 
-def load_calls(data: bytes) -> list[Group]:
-    """Return the groups of a frame. Runs no user code.
-
-    Raises:
-        ValueError: if the frame is malformed.
-    """
-    groups = read_groups(data)
-    check_groups(groups)
-    return groups
-
-
 def check_groups(groups: Sequence[Group]) -> None:
     """Raise ValueError if the groups of a frame are malformed."""
     numbers = numbers_of(groups)
@@ -349,7 +338,7 @@ def dump_payload(session: SessionKey, context: int, groups: Any) -> bytes:
 
 
 def load_payload(data: bytes) -> tuple[SessionKey, int, list[Group]]:
-    """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
+    """Return the arguments of `dump_payload`. Raises ValueError if they are malformed."""
     session, context, groups = _read_payload(data)
     check_groups(groups)
     if len(numbers_of(groups)) != 1:

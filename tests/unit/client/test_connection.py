@@ -28,7 +28,7 @@ from aiorpc_torch._wire.frames import (
     frame,
 )
 from aiorpc_torch._wire.handshake import ARGUMENTS, Party, number_for
-from aiorpc_torch._wire.messages import encode_reply, load_calls, numbers_of
+from aiorpc_torch._wire.messages import encode_reply, numbers_of
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import MethodTarget
 from aiorpc_torch.errors import (
@@ -40,6 +40,7 @@ from aiorpc_torch.errors import (
     WorkerUnreachable,
 )
 from tests.support.raw_connections import read
+from tests.support.received_calls import load_calls
 
 TARGET = MethodTarget((0, 1), "method")
 SOON = 30.0  # seconds after which something will never happen
