@@ -57,10 +57,6 @@ socket_threads.SILENCE = 6.0
 _open = asyncio.Event()  # the clients may call
 _stopped = asyncio.Event()
 _true_time = time.time
-# RRefs of processes that are dead. If one is dropped, torch tells its owner five times, in 13 s. On
-# a loaded machine the last attempt may fail before torch expects it: then torch aborts the process.
-# ("The RPC has not succeeded after the specified number of max retries"; 2.15)
-_kept: list[Any] = []
 
 
 class Target(shelf.Shelf):
@@ -73,7 +69,6 @@ class Target(shelf.Shelf):
     async def meet(self, others: Group[Any], workers: Iterable[str]) -> None:
         """Know the others. Torch's own connections may need as long as the last cut has lasted."""
         self.others = others
-        _kept.append(others)
 
     async def small(self, caller: str, number: int) -> int:
         self._ran[caller, number] += 1
@@ -236,7 +231,7 @@ class Caller:
 
     def forget(self, worker: str) -> None:
         """Forget a process that was replaced; nothing can tell which calls it has run."""
-        _kept.append(self._targets.pop(worker))
+        del self._targets[worker]
         self._ended[worker].clear()
 
     async def meet(self) -> None:

@@ -18,7 +18,6 @@ import asyncio
 import multiprocessing
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import gymnasium
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 import aiorpc_torch as aiorpc
 from aiorpc_torch.training import Weights, follow
 
-from ._compare import lay_out, parse
+from ._compare import machine, parse, spread
 
 ENVIRONMENTS = 64
 STEPS = [0, 100, 1_000, 10_000]  # microseconds
@@ -189,15 +188,20 @@ def measure(name: str, micros: int, seconds: float, workers: int) -> float:
 
 def main(given: argparse.Namespace) -> None:
     steps, seconds = (STEPS[:2], 0.5) if given.quick else (STEPS, SECONDS)
-    table = [("a step takes", *WAYS)]
+    print_row("a step takes", *WAYS)
     for micros in steps:
         found: dict[str, list[float]] = {name: [] for name in WAYS}
         for _ in range(given.repeat):
             for name, each in found.items():
                 each.append(measure(name, micros, seconds, given.workers))
-        table.append((f"{micros:,} us", *(f"{median(each):,.0f}" for each in found.values())))
-    lay_out(table)
-    print("steps in a second, medians")
+        print_row(f"{micros:,} us", *map(spread, found.values()))
+    print(f"\nsteps in a second, medians of {given.repeat} repetitions [min–max]")
+    print(machine())
+
+
+def print_row(*cells: str) -> None:
+    """Print one line of the table at once: the whole one takes minutes."""
+    print("  ".join(each.ljust(30) for each in cells).rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -320,6 +320,7 @@ def _forget() -> None:
     """Leave the agent to the process that started it: a fork has none of its threads."""
     global _needs_stop
     _needs_stop = False
+    rrefs.leave_to_parent()
     if fork_text():
         refuse_rpc(check_not_forked)
 

@@ -10,9 +10,16 @@ tests/integration/test_rrefs.py)
 So a call refers to its object by the RRef id, torch's number for the RRef. The owner finds the
 object in a table of this module. torch counts only in a world whose workers are all in
 their first; in other worlds nothing counts.
+
+What a worker sends of another one's object, it lends. With a fork of torch's, the receiver would
+ask the owner and tell the sender, and its process is aborted some 10 s after one of them has died
+meanwhile. So the receiver borrows: its RRef is no fork of the owner's, and the sender keeps its own
+until it is told that the other one was dropped. A lender that dies leaves its fork behind, as torch
+does. (tests/integration/test_borrowed_rrefs.py)
 """
 
 import contextlib
+import itertools
 import re
 import weakref
 from collections.abc import Iterator
@@ -20,7 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch.distributed.rpc import RRef
 
-from .compat import RRefBase, make_rref
+from .compat import PythonUDF, RRefBase, current_agent, invoke_rpc, make_rref, serialize
+from .thread_state import pin_thread_state
 
 RRefId = tuple[int, int]
 """The worker id of the process that made the RRef, and the RRef's number there."""
@@ -59,6 +67,11 @@ class RRefTable:
             weakref.WeakKeyDictionary()
         )
         self._is_closed = False
+        self._lent: dict[int, RRefBase[Any]] = {}  # until the borrower has dropped its own
+        self._loans = itertools.count(_FIRST_LOAN)
+        self._borrowed: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
+            weakref.WeakValueDictionary()
+        )
         self.gone: dict[int, str] = {}  # names of workers that are lost or have left, by worker id
 
     @property
@@ -114,6 +127,41 @@ class RRefTable:
             raise ReferenceError(FREED)
         return found
 
+    def lend(self, rref: "RRefBase[Any]", data: Any) -> Any:
+        """Keep an RRef of another worker's object for a receiver; return the data of its own."""
+        loan = next(self._loans)
+        self._lent[loan] = rref
+        return *data[:3], self.worker_id, loan, self.worker_id, data[6]
+
+    def end_loan(self, loan: int) -> None:
+        """Drop what the borrower has dropped."""
+        self._lent.pop(loan, None)
+
+    def borrow(self, data: Any) -> "RRefBase[Any]":
+        """Return the RRef of `lend`: one for each object, else two workers could lend in turns.
+
+        Raises:
+            ReferenceError: if the owner is lost.
+        """
+        rref_id, lender = _id_in(data), data[3]
+        end = serialize(PythonUDF(end_loan, (data[4],), {}))  # type: ignore[no-untyped-call]
+        found = self._borrowed.get(rref_id)
+        if found is not None or data[0] in self.gone:
+            self._return(lender, end)
+        _check_owner(data[0])
+        if found is None:
+            # torch here takes it for a fork that the owner knows, and the owner ignores its end.
+            found = RRefBase._deserialize((*data[:5], data[0], data[6]))
+            weakref.finalize(found, self._return, lender, end).atexit = False
+            self._borrowed[rref_id] = found
+        return found
+
+    def _return(self, lender: int, end: tuple[Any, Any]) -> None:
+        """End a loan. In any thread, perhaps in a finalizer."""
+        if self is _table and not self._is_closed:
+            with contextlib.suppress(RuntimeError):  # the lender has left
+                invoke_rpc(current_agent().get_worker_info(lender), *end, 0.0, False)
+
     def renew(self, rref: "RRefBase[Any]") -> RRef[Any]:
         """Return an RRef of this world for one of an own object from an earlier world."""
         if (renewed := self._renewed.get(rref)) is None:
@@ -130,6 +178,10 @@ class RRefTable:
         """Disable `find`, and free pinned objects."""
         self._is_closed = True
         self.unpin()
+
+    def leave_to_parent(self) -> None:
+        """Send nothing: this process is a fork, without the threads of torch."""
+        self._is_closed = True
 
     def unpin(self) -> None:
         """Free pinned objects, unless an RRef of this process holds them."""
@@ -149,6 +201,16 @@ class _Received(NamedTuple):
 
 
 NO_WORLD = -1
+
+_FIRST_LOAN = 1 << 62
+"""The first number of a loan, in place of a fork's: those of torch count up from 0."""
+
+
+def end_loan(loan: int) -> None:
+    """Drop what this process has lent. The borrower calls it by torch RPC, in a thread of torch."""
+    pin_thread_state()
+    _table.end_loan(loan)
+
 
 _table = RRefTable(NO_WORLD, counted=True)
 _classes: "weakref.WeakKeyDictionary[RRefBase[Any], type]" = weakref.WeakKeyDictionary()
@@ -179,6 +241,11 @@ def is_adopted() -> bool:
     return _adopted_generation is not None
 
 
+def leave_to_parent() -> None:
+    """Leave the RRefs to the process that this one was forked from."""
+    _table.leave_to_parent()
+
+
 @contextlib.contextmanager
 def leaving_world() -> Iterator[None]:
     """Disable RRef lookup while torch shuts down."""
@@ -193,8 +260,8 @@ def leaving_world() -> Iterator[None]:
 def note_gone(worker_id: int, name: str) -> None:
     """Refuse to send or receive RRefs of a process that is lost or has left.
 
-    torch asks the owner for a reference five times, and then aborts the process that has received
-    the RRef. (2.15; tests/integration/test_rrefs.py)
+    Of one that `rpc.remote` has made, torch asks the owner five times, and then aborts the process
+    that has received it. (2.15; tests/integration/test_rrefs.py)
     """
     _table.gone[worker_id] = name
 
@@ -274,6 +341,8 @@ def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
         _check_owner(owner_id)
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
+    if received is not None and not rref.is_owner():
+        return _table.lend(rref, received.data), received.mode
     data = rref._serialize()
     if received is not None:
         return data, received.mode
@@ -287,10 +356,12 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
     Raises:
         ReferenceError: if it is of an object of this worker that was freed, or its owner is lost.
     """
-    _check_owner(data[0])
+    is_lent = data[4] >= _FIRST_LOAN
+    if not is_lent:
+        _check_owner(data[0])
     if mode == PINNED and data[0] == _table.worker_id:
         return _table.own_rref(_id_in(data))
-    rref: RRefBase[Any] = RRefBase._deserialize(data)
+    rref: RRefBase[Any] = _table.borrow(data) if is_lent else RRefBase._deserialize(data)
     _received[rref] = _Received(_table, mode, data, None if mode == BY_TORCH else _id_in(data))
     return rref
 
