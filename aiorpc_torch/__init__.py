@@ -20,7 +20,8 @@ Names with a leading underscore are private.
 """
 
 # The packages. Imports go down this list only. `_batching`, `_client` and `_server` do not import
-# each other, nor do `_node` and `autograd`, nor the six from `_carrier` to `_turns`.
+# each other, nor do `_node` and `autograd`, nor the six from `_carrier` to `_turns`. The path of a
+# call through them is in docs/design.md.
 #
 #     __main__     the command line
 #     _doctor      checks of this machine: python -m aiorpc_torch doctor

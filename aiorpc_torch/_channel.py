@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from ._aio.flows import Flow, read_flow
 from ._aio.fork import close_on_fork
 from ._aio.segments import SegmentLost
+from ._carrier.choice import Carriers
+from ._carrier.tensor_sockets import Dial
 from ._peers.observer import PeerObserver
 from ._peers.peers import Peer, State
 from ._wire.connection_state import MAX_CALLS
@@ -25,6 +28,7 @@ from ._wire.frames import (
     CLOSE,
     HEADER_BYTES,
     PING,
+    CloseReason,
     FrameReader,
     ProtocolError,
     frame,
@@ -66,18 +70,40 @@ class Handlers(dict[int, Callable[[bytes], int | None]]):
         raise ProtocolError(f"this end must not get frames of kind {kind}")
 
 
+class Input(Enum):
+    """State of the received direction of a channel. It leaves `OPEN` once."""
+
+    OPEN = auto()
+    """Frames are handled."""
+    CLOSED = auto()
+    """The peer has sent CLOSE: no frame follows."""
+    BROKEN = auto()
+    """A frame could not be handled: the bytes that follow cannot be trusted, and are dropped."""
+
+
+_OPEN = Input.OPEN
+
+
 class Channel:
     """One end of a connection. Confined to the event loop that created it.
+
+    Each direction has a state of its own. Frames are sent while `is_open`: from `start` to the
+    CLOSE frame of this end. Frames are received while `input` is `Input.OPEN`. The end that gets
+    CLOSE answers with its own. The connection is over, and `ended` is set, when the transport is.
 
     Args:
         peer: the process at the other end, whose signs of life are noted.
         observer: is told of the messages of a peer that is not alive.
+        on_carrier: is called when a carrier was chosen.
+        dial: opens tensor sockets; None at the callee.
 
     Attributes:
         handlers: handle the frames.
+        carriers: carry large CPU tensors.
         loop: the event loop.
         transport: an `asyncio.Transport` while it is connected, else None.
         is_open: True while frames may be sent.
+        input: state of the received direction.
         is_local: True if the peer is on this host: connected by a Unix socket.
         ended: Event that is set when the transport is closed.
     """
@@ -86,7 +112,13 @@ class Channel:
     """Unsent bytes at which the transport calls `pause_writing`. The rest stays in the caller's
     queue, from which cancelled and late calls are dropped."""
 
-    def __init__(self, peer: Peer, observer: PeerObserver) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        observer: PeerObserver,
+        on_carrier: Callable[[], object] = lambda: None,
+        dial: Dial | None = None,
+    ) -> None:
         self.handlers = Handlers({CLOSE: self._on_close_frame, PING: self._on_ping})
         self._peer = peer
         self._observer = observer
@@ -94,14 +126,13 @@ class Channel:
         self._reader = FrameReader()
         self.transport: Any = None
         self._paused: set[str] = set()  # reasons for not reading
-        self._is_closing = False  # a CLOSE frame was sent
-        self._received_close = False  # a CLOSE frame was received
-        self._discards_input = False  # received bytes are dropped
         self._flushing = False
         self._flow = Flow()
         self._why_aborted: Exception | None = None
         self.is_open = self.is_local = False
+        self.input = Input.OPEN
         self.ended = asyncio.Event()
+        self.carriers = Carriers(self, self.loop, on_carrier, dial)
 
     # ── for subclasses ────────────────────────────────────────────────────────────────────────
 
@@ -181,6 +212,7 @@ class Channel:
 
         While something waits, a frame that says nothing is sent if nothing else is.
         """
+        self.carriers.sockets.check_path(timeout)
         if self.is_local or self.transport is None:
             return
         # asyncio's TLS has no socket from the end of its transport until `connection_lost`.
@@ -201,14 +233,14 @@ class Channel:
 
     def feed(self, data: bytes) -> None:
         """Handle bytes that were received before this was the transport's protocol."""
-        while data and not self._discards_input:
+        while data and self.input is _OPEN:
             buffer = self._reader.buffer()
             size = min(len(buffer), len(data))
             buffer[:size], data = data[:size], data[size:]
             self.buffer_updated(size)
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._discards_input:
+        if self.input is not _OPEN:
             return
         reader, handled = self._reader, 0
         try:
@@ -220,18 +252,18 @@ class Channel:
                 while (found := reader.next()) is not None:
                     kind, data = found
                     handled += self.handlers[kind](data) or 0
-                    if not reader.end or self._discards_input:
+                    if not reader.end or self.input is not _OPEN:
                         break
                     if handled >= MAX_CALLS:
                         reader.buffer()
                         self._defer()
                         break
         except SegmentLost:  # the peer has ended since it sent this frame
-            self._discards_input = True
+            self.input = Input.BROKEN
             self.abort()
         except Exception as exc:
             log.warning("%r rejected an unreadable frame: %r", self, exc)
-            self._discards_input = True  # the bytes that follow cannot be trusted either
+            self.input = Input.BROKEN
             self.close("broken", f"cannot read a frame: {exc}")
             self.on_broken(exc)
         self.note_heard()
@@ -273,22 +305,21 @@ class Channel:
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────
 
-    def close(self, reason: str, detail: str = "") -> None:
+    def close(self, reason: CloseReason, detail: str = "") -> None:
         """Send a CLOSE frame, once; the transport closes when the peer has sent its own.
 
         Args:
-            reason: One of "left", "failed", "ended", "replaced" and "broken".
+            reason: Reason, for the peer.
             detail: Text for the peer's errors.
         """
-        if self._is_closing or self.transport is None:
+        if not self.is_open:
             return
-        self._is_closing = True
         with contextlib.suppress(Exception):
             self.flush()
         self.is_open = False
-        self.write(frame(CLOSE, dump((reason, wire_text(detail[:100_000])))))
+        self.send(CLOSE, dump((reason, wire_text(detail[:100_000]))))
         self.loop.call_later(LINGER, self.transport.abort)
-        if self._received_close or not self.transport.can_write_eof():
+        if self.input is Input.CLOSED or not self.transport.can_write_eof():
             self.transport.close()
             return
         # Closing a socket with unread input resets it, and frames in flight would be lost.
@@ -297,7 +328,7 @@ class Channel:
 
     def _on_close_frame(self, data: bytes) -> None:
         reason, detail = _read_close(data)
-        self._received_close = self._discards_input = True
+        self.input = Input.CLOSED
         self.on_close(reason, detail)
         self.close("ended")
         if self.transport is not None:
@@ -310,12 +341,13 @@ class Channel:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        was_closed = not self.is_open  # by this end, on its own account or as an answer
         self.transport = None
         self.is_open = False
         self.ended.set()
-        is_orderly = self._received_close or self._is_closing
+        self.carriers.close()
         error = exc or self._why_aborted or ConnectionResetError("end of file")
-        self.on_end(None if is_orderly else error)
+        self.on_end(None if was_closed else error)
 
 
 def channel_repr(channel: Channel, peer: str, *counts: Any) -> str:

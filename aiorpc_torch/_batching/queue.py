@@ -164,7 +164,8 @@ class BatchQueue:
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._function = function
-        self._given = self._policy = policy
+        self._given = policy
+        self._policy = policy  # with the numbers that its functions have returned last
         self._traits_of = traits_of
         self._counters = counters
         self._has_limit = has_limit  # the object does
@@ -172,7 +173,7 @@ class BatchQueue:
         self._is_bounded = getattr(policy, "max_pending", None) is not None
         self._scheduler = _new_scheduler(policy)
         self._running: dict[Batch[QueuedCall], RunningBatch] = {}
-        self._dispatcher: asyncio.Task[None] | None = None  # begins in the next loop iteration
+        self._dispatching: asyncio.Task[None] | None = None  # begins in the next loop iteration
         self._timer: asyncio.TimerHandle | None = None  # at the scheduler's deadline
         counters.queues.set(self, None)
         _queues.set(self, None)
@@ -225,8 +226,8 @@ class BatchQueue:
             # a backward of either would free.
             traits = traits._replace(key=(recording.id, traits.key))
         self._scheduler.add(call, now, traits)
-        if self._dispatcher is None or self._dispatcher.done():  # as `_schedule_dispatch`
-            self._dispatcher = self._new_task()
+        if self._dispatching is None or self._dispatching.done():  # as `_schedule_dispatch`
+            self._dispatching = self._new_task()
         return call
 
     def _renew_numbers(self, instance: Any) -> None:
@@ -312,14 +313,14 @@ class BatchQueue:
             )
         if self._timer is not None:
             self._timer.cancel()
-        self.loop, self._dispatcher, self._timer = loop, None, None
+        self.loop, self._dispatching, self._timer = loop, None, None
 
     def _is_loop_closed(self) -> bool:
         return self.loop is None or self.loop.is_closed()
 
     def _schedule_dispatch(self) -> None:
-        if self._dispatcher is None or self._dispatcher.done():
-            self._dispatcher = self._new_task()
+        if self._dispatching is None or self._dispatching.done():
+            self._dispatching = self._new_task()
 
     def _new_task(self, batch: Batch[QueuedCall] | None = None) -> "asyncio.Task[None]":
         """Return a task of `_run_batch(batch)`."""
@@ -348,7 +349,7 @@ class BatchQueue:
         So a batch costs one task and one loop iteration.
         """
         assert self.loop is not None
-        self._dispatcher = None
+        self._dispatching = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -377,12 +378,12 @@ class BatchQueue:
         for call in timed_out.items:
             call.resolve(_round_timeout(timed_out, self._function.name))
 
-    async def _run_batch(self, batch: Batch[QueuedCall] | None = None) -> None:
-        """Run a batch; by default dispatch, and run the first that is ready."""
+    async def _run_batch(self, batch: Batch[QueuedCall] | None) -> None:
+        """Run a batch. None: start those that are ready, and run the first of them."""
         task = asyncio.current_task()
         assert task is not None
         task.remove_done_callback(self._on_early_cancel)
-        if batch is None and task is self._dispatcher:  # else the queue has changed its loop
+        if batch is None and task is self._dispatching:  # else the queue has changed its loop
             batch = self._dispatch(task)
         if batch is None:
             return

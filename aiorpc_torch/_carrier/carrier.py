@@ -8,31 +8,19 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from .._wire.blocks import Then
-from .._wire.frames import frame
+from .._wire.frames import CloseReason, frame
 from .._wire.plain import dump
 
 
 class Wire(Protocol):
-    """The connection."""
+    """A connection as a carrier sees it: a `Channel`, which describes these."""
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether frames may be sent."""
-        ...
+    is_open: bool
+    is_local: bool
 
-    @property
-    def is_local(self) -> bool:
-        """Return whether the peer is a process of this host."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Write frames."""
-
-    def close(self, reason: str, detail: str = "") -> None:
-        """End the connection, and tell the peer why."""
-
-    def abort(self, why: Exception | None = None) -> None:
-        """End the connection at once."""
+    def write(self, data: bytes) -> None: ...
+    def close(self, reason: CloseReason, detail: str = "") -> None: ...
+    def abort(self, why: Exception | None = None) -> None: ...
 
 
 Handle = Callable[[bytes, Sequence[Tensor]], int]

@@ -59,8 +59,6 @@ def _are_workers(to: Any) -> TypeGuard[Workers]:
     return True
 
 
-_Object = RRef[T] | Supervised[T]
-_Members = Group[T] | NamedMembers[T]
 _One = RRef[T] | RemoteProxy[T] | Supervised[T] | SupervisedProxy[T] | AnyMember[T] | AnyProxy[T]
 _Many = Group[T] | NamedMembers[T] | GroupProxy[T]
 

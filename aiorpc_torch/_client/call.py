@@ -56,24 +56,17 @@ USED = _UsedSteps()
 
 
 class LazyCall(Coroutine[Any, Any, R]):
-    """A call that starts at its first step: `_run` makes its steps. It is used once."""
+    """A call that starts at its first step, and is used once.
+
+    `__await__` of a subclass makes its steps: a generator that begins with `_use`.
+    """
 
     __slots__ = ("__weakref__", "_steps")
 
     _steps: Generator[Any, Any, R] | _UsedSteps | None
 
-    def _run(self) -> Generator[Any, Any, R]:
-        raise NotImplementedError
-
     def __await__(self) -> Generator[Any, Any, R]:
-        return self._begin()
-
-    def _begin(self) -> Generator[Any, Any, R]:
-        """Return the steps. Raise RuntimeError if the call was used already."""
-        if self._steps is not None:
-            raise RuntimeError(ALREADY_AWAITED)
-        self._steps = steps = self._run()
-        return steps
+        raise NotImplementedError
 
     def _use(self) -> None:
         """Note that the call is used. Raise RuntimeError if it was already."""
@@ -112,15 +105,25 @@ class LazyCall(Coroutine[Any, Any, R]):
 
     def send(self, value: Any) -> Any:
         """Run the next step, for a task."""
-        return (self._steps or self._begin()).send(value)
+        if (steps := self._steps) is not None:
+            return steps.send(value)
+        steps = self.__await__()
+        waits_for = steps.send(value)  # it notes that the call is used
+        self._steps = steps
+        return waits_for
 
     def throw(self, *exc: Any) -> Any:
         """Raise an exception in the call, for a task."""
-        return (self._steps or self._begin()).throw(*exc)
+        if (steps := self._steps) is None:
+            steps, self._steps = self.__await__(), USED
+        return steps.throw(*exc)
 
     def close(self) -> None:
         """Cancel the call."""
-        (self._steps or self._begin()).close()
+        if (steps := self._steps) is None:
+            self._steps = USED
+        else:
+            steps.close()
 
     def __del__(self) -> None:
         if self._steps is None:
@@ -153,25 +156,27 @@ class RemoteCall(LazyCall[Any]):
 
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
-    def __await__(self, *, is_task: bool = False) -> Generator[Any, Any, Any]:
-        if not is_task:  # here, as another function before it would run for each call
-            self._use()
+    def __await__(self) -> Generator[Any, Any, Any]:
+        self._use()
+        future = timer = due = bound = None
         try:
-            connection = connection_to(self._worker)
-        except WorkerGone as exc:
-            raise self._not_sent(exc) from None
-        except UnknownWorker as exc:
-            raise without_own_frames(exc) from None
-        due = bound = None
-        if self._timeout is not None or current_deadline() is not None or ANYIO_BACKEND in modules:
-            due, bound = self._bounds(connection)
-        # The target keeps its RRef, so the object lives until the result is here.
-        future = connection.call(self._target, self._arguments, bound)
-        timer = None
-        if due is not None:
-            left = due - time.monotonic()
-            timer = call_at(due, left, foresee, expire, future, left)
-        try:
+            try:
+                connection = connection_to(self._worker)
+            except WorkerGone as exc:
+                raise self._not_sent(exc) from None
+            except UnknownWorker as exc:
+                raise without_own_frames(exc) from None
+            if (
+                self._timeout is not None
+                or current_deadline() is not None
+                or ANYIO_BACKEND in modules
+            ):
+                due, bound = self._bounds(connection)
+            # The target keeps its RRef, so the object lives until the result is here.
+            future = connection.call(self._target, self._arguments, bound)
+            if due is not None:
+                left = due - time.monotonic()
+                timer = call_at(due, left, foresee, expire, future, left)
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
             if type(answer) in _FAILURES:
@@ -180,15 +185,13 @@ class RemoteCall(LazyCall[Any]):
                 raise self._failure(answer)
             return answer
         except BaseException:
-            cancel(future)
+            if future is not None:
+                cancel(future)
             raise
         finally:
             self._steps = USED
             if timer is not None:
                 timer.cancel()
-
-    def _run(self) -> Generator[Any, Any, Any]:
-        return self.__await__(is_task=True)
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 

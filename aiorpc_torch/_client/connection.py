@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import in_seconds, notice_of
-from .._carrier.choice import Carriers
 from .._channel import Channel, channel_repr
 from .._context import propagation
 from .._context.interception import TRACER, CallInfo, Kind, begin_call, is_needed
@@ -41,7 +40,7 @@ from .._wire.frames import (
     RESULTS,
     RETIRE,
     WHERE,
-    frame,
+    CloseReason,
     header,
 )
 from .._wire.handshake import ARGUMENTS, Party, number_for
@@ -93,7 +92,6 @@ class Connection(Channel):
         encoder: encodes the calls.
         pending: the calls that wait for a reply.
         window: those that were sent.
-        carriers: carry large CPU tensors.
         transfers: carry what else does not go in frames, by torch RPC.
         questions: ask the peer where calls stand.
         state: the unsent calls.
@@ -109,7 +107,7 @@ class Connection(Channel):
         succeed: "Callable[[str], Connection]",
         devices: DeviceMapping = NO_DEVICES,
     ) -> None:
-        super().__init__(peer, observer)
+        super().__init__(peer, observer, self._on_carrier, self._dial)
         self.phase = Phase.OPENING
         self.peer: WorkerInfo = peer.member.info
         self.number = connection_number
@@ -117,7 +115,6 @@ class Connection(Channel):
         self.encoder = CallEncoder(me.name, peer.name, devices)
         self.window = FlowWindow()
         self.pending = PendingCalls(self)
-        self.carriers = Carriers(self, self.loop, self._on_carrier, self._dial)
         self.transfers = TorchTransfers(self)
         self.questions = Questions(self)
         self._sender = CallSender(self)
@@ -131,17 +128,20 @@ class Connection(Channel):
         }
         self._me = me
         self._peer_name = peer.name  # torch makes a new str each time
-        self._introductions = introductions
-        self._succeed = succeed
+        self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
+        # Counters.
         self._calls = 0
         self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
+        self._passed_on = 0  # calls that another connection has taken over
+        # Its opening.
+        self._introductions = introductions
         self._opening: asyncio.Task[None] | None = None
+        self._opening_limits: list[asyncio.TimerHandle] = []  # end the calls that are held too long
+        # The end of its path.
+        self._succeed = succeed
+        self._is_successor = False  # its first calls were not sent over another connection
         self._judging: asyncio.Task[None] | None = None  # or the loop would lose it
         self._knocking: asyncio.Task[None] | None = None
-        self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
-        self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
-        self._is_successor = False  # its first calls were not sent over another connection
-        self._passed_on = 0  # calls that another connection has taken over
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -158,21 +158,7 @@ class Connection(Channel):
         """The number of calls and streams that wait for a reply."""
         return len(self.pending)
 
-    def pending_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        receivers = [*self.pending.values()]
-        return [(target_name(each.source), self.peer.name, each.started) for each in receivers]
-
-    def oldest_calls(self, most: int) -> list[tuple[str, float]]:
-        """Return method and `time.monotonic()` of the oldest pending calls, but streams.
-
-        In any thread.
-        """
-        receivers = [*islice(self.pending.values(), most)]
-        calls = [each for each in receivers if not isinstance(each, StreamReader)]
-        return [(target_name(each.source), each.started) for each in calls]
-
-    def oldest(self, most: int) -> list[tuple[int, ReplyReceiver]]:
+    def oldest(self, most: int | None) -> list[tuple[int, ReplyReceiver]]:
         """Return the numbers and receivers of the oldest pending calls. In any thread."""
         return [*islice(self.pending.items(), most)]
 
@@ -206,22 +192,30 @@ class Connection(Channel):
         return future
 
     def _send_alone(self, receiver: InlineFuture, target: Target, args: tuple[Any, ...]) -> bool:
-        """Send a call at once, if all others are answered and none will follow.
+        """Send a call of one small argument at once if nothing is before it; return whether it was.
 
-        The frame is the one that `_submit` would send, in some 6 µs more.
+        The frame is the one that `_submit` would send, in some 6 µs more: it asks these questions
+        in functions of their own.
         """
-        state, window = self.state, self.window  # as `may_send_alone`
+        # Is another call unanswered or unsent? As `may_send_alone`.
+        state, window = self.state, self.window
         if state.is_paused or window or state.queue or state.cancels or state.credits:
             return False
+        # Would the transport drop it? While it is queued, it is known to be unsent.
+        if not self.is_open or self.transport.is_closing():
+            return False
+        # Was its target encoded for an earlier call? Are there ancestors to send?
         if len(args) != 1 or type(target) is not MethodTarget:
             return False
         known = self.encoder.methods.get(target.name)
         if known is None or known.rref() is not target.on or entered_scopes() or awaited:
             return False
-        if current_record() is not None or current_context_id() >= 0:  # it is recorded
+        # Is it of an autograd context? Do variables travel with it, or is it told of?
+        if current_record() is not None or current_context_id() >= 0:
             return False
         if (propagation.used or TRACER in modules) and is_needed():
             return False
+        # Is it small, and its result too, as far as is known?
         value, encoded, large = args[0], known.target, self.transfers.large_results
         found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
         if found is None or (large and encoded in large):
@@ -333,18 +327,17 @@ class Connection(Channel):
             call.by_torch = call.is_large = True
         is_idle = not self.pending
         self._register(call.number, receiver, target, call.head.target)
-        self._hold(call.number)
+        if self.phase is Phase.OPENING:
+            self._limit_opening(call.number)
         state = self.state
-        if state.woken == 1 and not call.is_large and state.may_send_alone() and self._can_write():
+        is_lone = state.woken == 1 and not call.is_large and state.may_send_alone()
+        if is_lone and self.is_open and not self.transport.is_closing():
             self.window.sent(call.number, call.size)
             self._sender.send((call,))
         elif state.submit(call, is_idle=is_idle):
             self.flush()
         else:
             self.flush_soon()
-
-    def _can_write(self) -> bool:
-        return self.is_open and not self.transport.is_closing()
 
     def _carry(self, call: EncodedCall, target: Target, *, is_stream: bool) -> None:
         """Let the context variables travel with a call, and tell the interceptors of it."""
@@ -360,11 +353,13 @@ class Connection(Channel):
         """Return what holds calls until the peer is reached, None if nothing does."""
         return self._introductions.holding if self.phase is Phase.OPENING else None
 
-    def _hold(self, number: int) -> None:
+    def _limit_opening(self, number: int) -> None:
         """Bound the time for which a call waits for a peer that does not serve yet."""
-        if self.phase is Phase.OPENING and (holding := self._introductions.holding) is not None:
+        if (holding := self._holding()) is not None:
             seconds = holding.timeout
-            self._held.append(self.loop.call_later(seconds, self._give_up, number, seconds))
+            self._opening_limits.append(
+                self.loop.call_later(seconds, self._give_up, number, seconds)
+            )
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""
@@ -374,9 +369,9 @@ class Connection(Channel):
     def _enter(self, phase: Phase) -> None:
         """Go forward to a phase."""
         self.phase = max(self.phase, phase)
-        for timer in self._held:
+        for timer in self._opening_limits:
             timer.cancel()
-        self._held.clear()
+        self._opening_limits.clear()
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -404,7 +399,7 @@ class Connection(Channel):
         """Tell a peer that leaves that no call follows."""
         if self.phase is Phase.RETIRING:
             self._enter(Phase.RETIRED)
-            self.write(frame(RETIRE, b""))
+            self.send(RETIRE, b"")
 
     def on_payload_sent(self, size: int) -> None:
         """Count a message with a payload."""
@@ -445,10 +440,6 @@ class Connection(Channel):
 
     def _on_knocked(self, _: "asyncio.Task[None]") -> None:
         self._knocking = None
-
-    def check_path(self, timeout: float) -> None:
-        super().check_path(timeout)
-        self.carriers.sockets.check_path(timeout)
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
@@ -519,7 +510,7 @@ class Connection(Channel):
         self._observer.on_leave_message(self.peer.name, self.peer.id, "retires", "")
         self.flush()
 
-    def leave(self, what: str, text: str, error: RpcError) -> None:
+    def leave(self, what: CloseReason, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
         self._fail_calls(error, recorded=what != "ended")  # torch answers them after a loop's end
         self._enter(Phase.FINISHED)
@@ -573,7 +564,6 @@ class Connection(Channel):
         self.carriers.close()
 
     def on_end(self, error: Exception | None) -> None:
-        self.carriers.close()
         if self._knocking is not None:
             self._knocking.cancel()
         if error is None or self.phase is Phase.FINISHED:
@@ -666,6 +656,7 @@ class Connection(Channel):
         receiver.connection, receiver.number = self, call.number
         if call.recorded is not None:
             call.recorded.move(self._recorded_calls)
-        self._hold(call.number)
+        if self.phase is Phase.OPENING:
+            self._limit_opening(call.number)
         self.state.submit(call, is_idle=False)
         self.flush_soon()

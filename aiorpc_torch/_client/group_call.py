@@ -30,7 +30,7 @@ from .call import USED, LazyCall
 from .connection import Connection
 from .pending import InlineFuture, cancel, expire, foresee
 from .pool import connection_to, current
-from .routes import Place, Route
+from .routes import Destination, Route
 from .supervised import Supervised
 
 M = TypeVar("M")
@@ -81,7 +81,8 @@ class GroupCall(LazyCall[list[R]], Generic[M, R]):
         running.start((self._args, self._kwargs))
         return running
 
-    def _run(self) -> Generator[Any, Any, list[R]]:
+    def __await__(self) -> Generator[Any, Any, list[R]]:
+        self._use()
         done, running = InlineFuture(asyncio.get_running_loop()), None
         try:
             running = self._start()
@@ -233,24 +234,24 @@ class _Running(MemberCalls):
             self._begin()
         prepared = []
         for position, (member, target) in enumerate(self.members):
-            place: Place = member, target
+            destination: Destination = member, target
             if self._retries or isinstance(member, Supervised):
                 route = self._routes[position] = Route(member, target, self._due, self._retries)
                 if (chosen := route.choose()) is not None:
-                    place = chosen
+                    destination = chosen
                 else:
                     route.wait()
                     self._start_task(position, self._try_again(position, route))
                     continue
             try:
-                prepared.append(self._prepare(position, place))
+                prepared.append(self._prepare(position, destination))
             except WorkerGone as exc:  # its process was replaced, or has left
                 self._loop.call_soon(self._on_failure, position, exc)
         for each in prepared:
             self._context.run(self._send, *each)
 
-    def _prepare(self, position: int, place: Place) -> _Prepared:
-        worker, target = place
+    def _prepare(self, position: int, destination: Destination) -> _Prepared:
+        worker, target = destination
         connection = connection_to(worker)
         encoded = connection.encoder.member_target(target, self._rows[position])
         return position, connection, target, encoded
@@ -266,8 +267,8 @@ class _Running(MemberCalls):
     async def _try_again(self, position: int, route: Route) -> None:
         """Send a member's call when another attempt may be made."""
         try:
-            place = await route.ready()
-            self._send(*self._prepare(position, place))
+            destination = await route.ready()
+            self._send(*self._prepare(position, destination))
         except asyncio.CancelledError:
             raise
         except BaseException as exc:  # of the factory of a supervised object

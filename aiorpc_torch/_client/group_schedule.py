@@ -1,7 +1,7 @@
 """Schedules of groups: which member gets the next call.
 
-State machines without an event loop, a clock or torch. `_client.group` drives
-`LeastBusy` for `any()`; `_client.group_map` drives `MapSchedule`.
+State machines without an event loop, a clock or torch. `_client.routes` drives `LeastBusy` for
+`any()`; `_client.group_map` drives `MapSchedule`.
 """
 
 from collections import deque

@@ -45,28 +45,16 @@ _RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
 
 
 class Holding(Protocol):
-    """Decides whether calls wait for a peer that does not serve yet."""
+    """Decides whether calls wait for a peer that does not serve yet: `_node.attachments`.
+
+    `timeout` is the seconds for which a call is held at most.
+    """
 
     @property
-    def timeout(self) -> float:
-        """Seconds for which a call is held at most."""
-
-    def is_held(self, peer: str) -> bool:
-        """Return whether calls to a peer are held."""
-
-    async def wait_until_serving(self, peer: Peer) -> int:
-        """Wait until a peer serves, on any event loop; return how many times it has begun to.
-
-        Raises:
-            RpcError: if it will not serve.
-        """
-
-    async def on_refused(self, peer: Peer, epoch: int) -> None:
-        """Note that a peer, which had begun to serve `epoch` times, does not serve any more.
-
-        Raises:
-            NotInWorld: if this process leaves its world.
-        """
+    def timeout(self) -> float: ...
+    def is_held(self, peer: str) -> bool: ...
+    async def wait_until_serving(self, peer: Peer) -> int: ...
+    async def on_refused(self, peer: Peer, epoch: int) -> None: ...
 
 
 def held_too_long(holding: Holding, peer: str, seconds: float) -> WorkerUnreachable:

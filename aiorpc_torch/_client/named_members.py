@@ -29,27 +29,16 @@ _LEFT = "this worker has left its world"
 
 
 class Registry(Protocol):
-    """The names that the workers of a world have registered, on one event loop."""
+    """The names that the workers of a world have registered: a `_node.registry.Registry`."""
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop."""
-
+    def loop(self) -> asyncio.AbstractEventLoop: ...
     @property
-    def is_closed(self) -> bool:
-        """True once this worker has left."""
-
-    def watch(self, name: str, on_change: Callable[[], None]) -> None:
-        """Call `on_change` after each change, and once this worker leaves, until `unwatch`."""
-
-    def unwatch(self, name: str, on_change: Callable[[], None]) -> None:
-        """Call `on_change` no more."""
-
-    def living(self, name: str) -> Sequence[RRef[Any]]:
-        """Return the objects of the living workers under a name, in rank order."""
-
-    async def all_told(self, name: str) -> None:
-        """Wait until every living worker has told its object of a name that is watched."""
+    def is_closed(self) -> bool: ...
+    def watch(self, name: str, on_change: Callable[[], None]) -> None: ...
+    def unwatch(self, name: str, on_change: Callable[[], None]) -> None: ...
+    def living(self, name: str) -> Sequence[RRef[Any]]: ...
+    async def all_told(self, name: str) -> None: ...
 
 
 class _Watch:

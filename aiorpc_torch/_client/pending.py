@@ -233,8 +233,8 @@ class PendingCalls(dict[int, ReplyReceiver]):
 
     def _add_item(self, key: Any, value: Any) -> bool:
         """Deliver an item of a stream; return whether the stream has ended."""
-        number, index, price = key
-        if not (type(number) is type(index) is type(price) is int):
+        number, index, cost = key
+        if not (type(number) is type(index) is type(cost) is int):
             raise TypeError(f"the key of a stream's item must be three ints, got {key!r}")
         receiver = self.get(number)
         if type(receiver) is not StreamReader:
@@ -242,20 +242,20 @@ class PendingCalls(dict[int, ReplyReceiver]):
                 raise TypeError(f"an item of a stream came for call {number}, which is no stream")
             if type(value) is HeldResult:
                 self._connection.release_held(number)
-            return price == 0  # only the end is free
-        if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
-            raise TypeError(f"an item of the stream of call {number} must have a price, got 0")
+            return cost == 0  # only the end is free
+        if cost == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
+            raise TypeError(f"an item of the stream of call {number} must have a cost, got 0")
         if type(value) is LongPickle:
-            if (item := receiver.add(HeldResult(0), price)) is not None:
+            if (item := receiver.add(HeldResult(0), cost)) is not None:
                 self.fill(receiver, item, value)
-        elif (item := receiver.add(value, price)) is not None:
+        elif (item := receiver.add(value, cost)) is not None:
             self._connection.transfers.collect(key, receiver, item)
-        if price == 0:
+        if cost == 0:
             del self[number]
             if self._observed:
                 self._end(number, value)
             receiver.add(STREAM_END, 0)  # also after a held end: a failure too large for a frame
-        return price == 0
+        return cost == 0
 
     def fill(self, receiver: StreamReader, item: Item, value: Any) -> None:
         """Set the value of an item that was held, once it is loaded."""

@@ -20,10 +20,12 @@ from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from .._wire.ancestry import CallKey, call_of
 from .._wire.connection_state import Phase
+from .._wire.frames import CloseReason
+from .._wire.targets import target_name
 from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
-from .pending import ReplyReceiver
+from .pending import InlineFuture, ReplyReceiver
 from .stream_reader import StreamReader
 
 # Quicker than the method of rpc.RRef, which torch wraps in Python.
@@ -234,7 +236,11 @@ class ConnectionPool:
 
     def pending_calls(self) -> list[tuple[str, str, float]]:
         """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        return [call for _, each in self.connections() for call in each.pending_calls()]
+        return [
+            (target_name(receiver.source), each.peer.name, receiver.started)
+            for _, each in self.connections()
+            for _, receiver in each.oldest(None)
+        ]
 
     def outgoing(self) -> "list[Outgoing]":
         """Return the oldest pending calls of each connection. In any thread."""
@@ -245,15 +251,16 @@ class ConnectionPool:
         ]
 
     def waits(self, most: int) -> dict[str, tuple[int, list[tuple[str, float]]]]:
-        """Return for each peer the number of pending calls, and the oldest of each connection.
+        """Return for each peer the number of pending calls, and the oldest but streams.
 
-        In any thread.
+        In any thread. `most` is the number of those that are looked at on each connection.
         """
         found: dict[str, tuple[int, list[tuple[str, float]]]] = {}
         for _, each in self.connections():
             if each.waiting:
                 count, oldest = found.get(each.peer.name, (0, []))
-                oldest = [*oldest, *each.oldest_calls(most)]
+                calls = [call for _, call in each.oldest(most) if type(call) is InlineFuture]
+                oldest += [(target_name(call.source), call.started) for call in calls]
                 found[each.peer.name] = count + each.waiting, oldest
         return found
 
@@ -378,10 +385,10 @@ class ConnectionPool:
             each.leave("ended", "", error)
             self._finished.update(each.counters())
 
-    async def close(self, what: str = "left", text: str = "") -> None:
+    async def close(self, what: CloseReason = "left", text: str = "") -> None:
         """Close all connections, since this process leaves its world: pending calls fail.
 
-        The peers are told "left", "detached", or "failed" and the reason.
+        The peers are told `what` has ended it, and its `text`.
         """
         for _, on_loss in [*self._watches.values()]:
             on_loss(NotInWorld("this worker has left its world"))

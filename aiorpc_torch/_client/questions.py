@@ -16,13 +16,13 @@ from .._aio.deadlines import in_seconds
 from .._aio.places import Line
 from .._endpoint import entry_points
 from .._torch.transport import send, wrap_future
-from .._wire.frames import WHERE, frame
+from .._wire.frames import WHERE
 from .._wire.plain import dump
 from .._wire.standing import (
     MOST_CALLS,
+    CallNode,
     Key,
     Limits,
-    Node,
     Question,
     Standings,
     key_of,
@@ -40,8 +40,8 @@ KEPT = 1.0  # seconds that the answer for a call which is about to time out is k
 
 LATE_INTERVAL = 0.1  # seconds between two questions for calls that will time out
 
-Answer = Callable[[Sequence[Node]], None]
-_Then = Callable[[Sequence[Node] | None], None]
+Answer = Callable[[Sequence[CallNode]], None]
+_Then = Callable[[Sequence[CallNode] | None], None]
 
 
 class Questions:
@@ -56,7 +56,7 @@ class Questions:
         self._loop_lines: Sequence[Line] = ()  # at which the event loop of the peer stands
         self._late_soon: dict[int, float] = {}
         self._next_late = 0.0
-        self._known: dict[int, Sequence[Node]] = {}
+        self._known: dict[int, Sequence[CallNode]] = {}
 
     def ask(
         self, numbers: Sequence[int], path: Sequence[Key], limits: Limits, then: Answer
@@ -67,7 +67,7 @@ class Questions:
         sent = [each for each in numbers if unsent[each] is None]
         nodes = [self.node(each, why) for each, why in unsent.items() if why is not None]
 
-        def complete(answer: Sequence[Node] | None) -> None:
+        def complete(answer: Sequence[CallNode] | None) -> None:
             found = self._silent(sent, limits.seconds) if answer is None else answer
             then([*nodes, *self._named(found)])
 
@@ -78,14 +78,14 @@ class Questions:
         else:
             self._send(Question(next(self._ids), sent, [*path], limits), complete)
 
-    def _send(self, question: Question, then: Callable[[Sequence[Node] | None], None]) -> None:
+    def _send(self, question: Question, then: Callable[[Sequence[CallNode] | None], None]) -> None:
         loop, seconds = asyncio.get_running_loop(), question.limits.seconds
         timers = (
             loop.call_later(seconds / 3, self._look_at_loop, question.id),
             loop.call_later(seconds, self._end, question.id, None),
         )
         self._asked[question.id] = then, timers
-        self._connection.write(frame(WHERE, dump(question)))
+        self._connection.send(WHERE, dump(question))
 
     def _look_at_loop(self, question: int) -> None:
         """Ask by torch RPC, whose threads answer, where an event loop stands that does not."""
@@ -107,14 +107,14 @@ class Questions:
         """Handle an answer of the peer."""
         self._end(*read_answer(data))
 
-    def _end(self, question: int, answer: Sequence[Node] | None) -> None:
+    def _end(self, question: int, answer: Sequence[CallNode] | None) -> None:
         if (asked := self._asked.pop(question, None)) is not None:
             then, timers = asked
             for each in timers:
                 each.cancel()
             then(answer)
 
-    def _named(self, answer: Sequence[Node]) -> Iterator[Node]:
+    def _named(self, answer: Sequence[CallNode]) -> Iterator[CallNode]:
         """Yield the parts of an answer; the peer has no name for a call that does not run there.
 
         Such a call waits no more if it has its result by now.
@@ -125,14 +125,14 @@ class Questions:
             elif (receiver := self._pending.get(node.key[-1])) is not None:
                 yield node._replace(method=call_name(receiver.source))
 
-    def node(self, number: int, state: str) -> Node:
+    def node(self, number: int, state: str) -> CallNode:
         """Return what this process knows of a pending call."""
         receiver = self._pending[number]
         age, method = time.monotonic() - receiver.started, call_name(receiver.source)
         key, (caller, *_) = key_of(self._key, number), self._key
-        return Node(0, key, method, self._peer.name, caller, age, state)
+        return CallNode(0, key, method, self._peer.name, caller, age, state)
 
-    def _silent(self, numbers: Sequence[int], seconds: float) -> list[Node]:
+    def _silent(self, numbers: Sequence[int], seconds: float) -> list[CallNode]:
         state = (
             f"unknown: its worker has not answered within {in_seconds(seconds)}. The event loop "
             "there is blocked, or the process is stopped or out of reach"
@@ -159,7 +159,7 @@ class Questions:
         limits = Limits(MOST_CALLS, 0.8 * max(numbers.values()))
         self.ask([*numbers], (), limits, self._keep)
 
-    def _keep(self, answer: Sequence[Node]) -> None:
+    def _keep(self, answer: Sequence[CallNode]) -> None:
         """Keep the parts of an answer until the calls time out."""
         starts = [at for at, each in enumerate(answer) if not each.depth]
         for start, end in itertools.pairwise([*starts, len(answer)]):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Place = tuple[Any, Any]
+Destination = tuple[Any, Any]
 """The worker or the RRef of an attempt, and its target there."""
 
 
@@ -64,7 +64,7 @@ class Route:
         self._retries = retries
         self._member: Any = None if isinstance(of, AnyMember) else of
 
-    def choose(self) -> Place | None:
+    def choose(self) -> Destination | None:
         """Return where the next attempt is made; None if `ready` has to be awaited for it.
 
         Raises what `AnyMember` raises if no member is left.
@@ -76,9 +76,9 @@ class Route:
             self._member = group[position]
         member: Any = self._member
         on = member._start() if isinstance(member, Supervised) else member
-        return None if on is None else self._place(on)
+        return None if on is None else self._destination(on)
 
-    def _place(self, on: Any) -> Place:
+    def _destination(self, on: Any) -> Destination:
         self._on, target = on, self._target
         if target.on is not None and target.on is not on:
             target = type(target)(on, *target[1:])  # `_replace` takes four times as long
@@ -95,7 +95,7 @@ class Route:
             self._waiter.cancel()
             self._waiter = None
 
-    async def ready(self) -> Place:
+    async def ready(self) -> Destination:
         """Wait until the next attempt may be made: until its object is there.
 
         A worker whose connection has ended may live. It is pinged, and the attempt waits for that.
@@ -105,15 +105,15 @@ class Route:
             WorkerLost: if the object is not made again.
             Exception: of the factory.
         """
-        left, worker, place, found = time_left(self.due), self._suspect, None, None
+        left, worker, destination, found = time_left(self.due), self._suspect, None, None
         try:
             async with asyncio.timeout(left):
                 if worker:
                     await current().observer.wait_until_probed(worker)
                     self._suspect = ""
-                if self._waiter is None and (place := self.choose()) is None:
+                if self._waiter is None and (destination := self.choose()) is None:
                     self.wait()
-                if place is None:
+                if destination is None:
                     found = await self._waiter  # type: ignore[misc]
         except TimeoutError:
             pass
@@ -121,9 +121,9 @@ class Route:
             self.stop()
         if type(found) is CallAborted:
             raise_aborted(found, call_name(self._target))
-        if found is None and (place is None or has_passed(self.due)):
+        if found is None and (destination is None or has_passed(self.due)):
             raise self._late(worker or self._member.owner_name(), left or 0.0)
-        return place or self._place(found)
+        return destination or self._destination(found)
 
     def _late(self, worker: str, seconds: float) -> CallTimeout:
         method, after = call_name(self._target), in_seconds(max(seconds, 0.0))
@@ -204,20 +204,19 @@ class RoutedCall(RemoteCall):
     def _route(self) -> Route:
         return Route(self._worker, self._target, deadline_in(self._timeout), self._retries)
 
-    def _attempt(self, route: Route, place: Place) -> RemoteCall:
+    def _attempt(self, route: Route, destination: Destination) -> RemoteCall:
         args, kwargs = self._arguments
         seconds = None if self._timeout is None else time_left(route.due)
-        return RemoteCall(*place, seconds, *args, **kwargs)
+        return RemoteCall(*destination, seconds, *args, **kwargs)
 
-    def __await__(self, *, is_task: bool = False) -> Generator[Any, Any, Any]:
-        if not is_task:
-            self._use()
+    def __await__(self) -> Generator[Any, Any, Any]:
+        self._use()
         route = self._route()
         try:
             while True:
                 try:
-                    place = route.choose() or (yield from route.ready().__await__())
-                    found = yield from self._attempt(route, place).__await__()
+                    destination = route.choose() or (yield from route.ready().__await__())
+                    found = yield from self._attempt(route, destination).__await__()
                 except Exception as exc:
                     if not route.failed(exc):
                         raise
@@ -267,8 +266,8 @@ class RoutedStream(ItemIterator[Any]):
         self._enters = enters
         self._stream: RemoteStream | None = None
         try:
-            if (place := route.choose()) is not None:
-                self._open(place)
+            if (destination := route.choose()) is not None:
+                self._open(destination)
         except Exception as exc:
             if not route.failed(exc):
                 raise
@@ -276,15 +275,15 @@ class RoutedStream(ItemIterator[Any]):
     def __repr__(self) -> str:
         return f"<stream of {self._call._what()}>"
 
-    def _open(self, place: Place) -> None:
-        self._stream = self._call._attempt(self._route, place)._iterate(enters=self._enters)
+    def _open(self, destination: Destination) -> None:
+        self._stream = self._call._attempt(self._route, destination)._iterate(enters=self._enters)
         self._bound = self._stream._bound
 
     async def _next(self) -> Any:
         while True:
             try:
                 if self._stream is None:
-                    self._open(await self._place())
+                    self._open(await self._destination())
                 item = await self._stream._next()  # type: ignore[union-attr]
             except StopAsyncIteration:
                 self._route.succeeded()
@@ -298,16 +297,16 @@ class RoutedStream(ItemIterator[Any]):
                 self._route.is_begun = True
                 return item
 
-    async def _place(self) -> Place:
+    async def _destination(self) -> Destination:
         """Return where the next attempt is made, once it may be."""
         try:
-            place = self._route.choose() or await self._route.ready()
+            destination = self._route.choose() or await self._route.ready()
         except asyncio.CancelledError:
             if not self._is_over:
                 raise
         if self._is_over:  # closed by another task
             raise StopAsyncIteration
-        return place
+        return destination
 
     def _has_item(self) -> bool:
         return self._stream is not None and self._stream._has_item()

@@ -19,10 +19,10 @@ from .answers import raise_aborted
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """An item of a stream: its value, `HeldResult` until collected, and its price in credit."""
+    """An item of a stream: its value, `HeldResult` until collected, and its cost in credit."""
 
     value: Any
-    price: int
+    cost: int
 
 
 class StreamReader:
@@ -44,14 +44,14 @@ class StreamReader:
         self.event: Any = None  # of a profiler that records the call, until the end
         self.started = 0.0  # `time.monotonic()` of the call
 
-    def add(self, value: Any, price: int) -> Item | None:
+    def add(self, value: Any, cost: int) -> Item | None:
         """Add the next item or the end; return the item if it is held by the callee."""
         if value is STREAM_END or type(value) is RemoteFailure:
             self._finish(value)
             return None
         if self._end is not None:  # the consumer has left
             return None
-        item = Item(value, price)
+        item = Item(value, cost)
         self._items.append(item)
         self._wakeup.set()
         return item if type(value) is HeldResult else None
@@ -101,7 +101,7 @@ class StreamReader:
         if type(item.value) in (RemoteFailure, CallAborted):  # it could not be collected
             self.close()
             self._raise(item.value)
-        self._consumed += item.price
+        self._consumed += item.cost
         if self._consumed >= INITIAL_CREDIT // 2 and self._end is None:
             self.connection.grant(self.number, self._consumed)
             self._consumed = 0

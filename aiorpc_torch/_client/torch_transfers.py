@@ -45,7 +45,7 @@ class TorchTransfers:
         self._peer = connection.peer
         self._key = connection.key
         self._pending = connection.pending
-        self._owner = connection
+        self._connection = connection
         self.large_results: set[EncodedTarget] = set()
         """Targets whose last result was large: the next call goes by torch both ways."""
 
@@ -62,7 +62,7 @@ class TorchTransfers:
                 error.may_have_run = False
             if recorded is not None:
                 recorded.failed(error)
-            self._owner.on_payload_failed(number, error)
+            self._connection.on_payload_failed(number, error)
             return
         first = None if recorded is None else recorded.done
         when_done(answer, lambda done: self._on_reply(number, done, recorded), first)
@@ -73,7 +73,7 @@ class TorchTransfers:
         table = TensorTable()
         calls = encode_calls((call,), time.monotonic(), table)
         data, tensors = message_for_torch(dump_payload(self._key, context, calls), table)
-        self._owner.on_payload_sent(len(data) + sum(map(size_of, tensors)))
+        self._connection.on_payload_sent(len(data) + sum(map(size_of, tensors)))
         if recorded is None:
             return send(self._peer, entry_points.payload, data, tensors)
         with torch.enable_grad(), enter_context_id(context):
@@ -83,21 +83,21 @@ class TorchTransfers:
         """Deliver the results in the reply to a payload."""
         outcomes = read_answer(answer, self._peer.name, recorded=recorded is not None)
         if isinstance(outcomes, RpcError):
-            self._owner.on_payload_failed(number, outcomes)
+            self._connection.on_payload_failed(number, outcomes)
             return
         own = [each for each in outcomes if each[0] == number]
         if not own and number in self._pending:
             error = RemoteError(f"worker {self._peer.name!r} received a call and sent no result")
-            self._owner.on_payload_failed(number, error)
+            self._connection.on_payload_failed(number, error)
             return
         receiver = self._pending.get(number)
         if self.large_results and receiver is not None and self._travels_otherwise(answer.wait()):
             self.large_results.discard(receiver.target)
-        self._owner.on_payload_reply(number, own)
+        self._connection.on_payload_reply(number, own)
 
     def _travels_otherwise(self, results: Any) -> bool:
         """Return whether the next results like these need no message of torch RPC."""
-        is_carried = self._owner.carriers.chosen is not None
+        is_carried = self._connection.carriers.chosen is not None
         return is_inline(results) or (is_carried and all(map(can_place, results[1])))
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
@@ -106,12 +106,12 @@ class TorchTransfers:
         """Request a result that the callee holds."""
         if item is None and len(self.large_results) < MAX_LARGE_RESULTS:
             self.large_results.add(receiver.target)
-        self._owner.on_payload_sent(0)
+        self._connection.on_payload_sent(0)
         peer = self._peer.name
         try:
             answer = send(self._peer, entry_points.collect, dump((self._key, key)))
         except Exception as exc:  # the callee still holds it
-            self._owner.release_held(key[0] if isinstance(key, tuple) else key)
+            self._connection.release_held(key[0] if isinstance(key, tuple) else key)
             # Later: the connection is about to resume the callers of other results.
             later = asyncio.get_running_loop().call_soon
             later(self._on_collected, key, receiver, item, classify_error(exc, peer))
@@ -133,6 +133,6 @@ class TorchTransfers:
         if item is not None and isinstance(receiver, StreamReader):
             self._pending.fill(receiver, item, outcomes[0][1])
         elif self._pending.get(key) is receiver:
-            self._owner.on_results(outcomes)
+            self._connection.on_results(outcomes)
         else:  # it was cancelled: it leaves the window, and no other reply to it comes
-            self._owner.on_payload_reply(key, ())
+            self._connection.on_payload_reply(key, ())

@@ -4,7 +4,6 @@ A variable is known by its name at both ends. The callee unpickles the values wh
 context of a call, so not before the call's target was checked.
 """
 
-import contextvars
 import pickle
 from collections.abc import Sequence
 from contextvars import Context, ContextVar
@@ -117,12 +116,3 @@ def _are_equal(name: str, value: Any, other: Any) -> bool:
         return _pickled(name, value) == _pickled(name, other)
     except Exception:  # of local callers; `==` of the user's class may do anything
         return False
-
-
-def reduced_context() -> Context:
-    """Return a context with the values of the variables, and of no others."""
-    context = contextvars.Context()
-    for var in [*variables.values()]:
-        if (value := var.get(_UNSET)) is not _UNSET:
-            context.run(var.set, value)
-    return context

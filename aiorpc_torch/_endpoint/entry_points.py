@@ -32,33 +32,24 @@ log = logging.getLogger("aiorpc_torch")
 
 
 class Endpoint(Protocol):
-    """The server of a node. Its methods may be called in any thread."""
+    """The server of a node, which describes these methods: for any thread.
+
+    Attributes:
+        name: the worker's name.
+        names: its named objects.
+    """
 
     name: str
-    """The worker's name."""
-
     names: NameTable
-    """Its named objects."""
 
-    def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
-        """Take the payload of a call; return its result."""
-
-    def collect(self, data: bytes) -> "Future[Any]":
-        """Return a result that is kept for its caller."""
-
-    def tally(self) -> tuple[int, int, int]:
-        """Return the counts of received and of running calls, and the bytes of kept results."""
-
-    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
-        """Return method, caller and start of each unanswered call, but those of a function."""
-
+    def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]": ...
+    def collect(self, data: bytes) -> "Future[Any]": ...
+    def tally(self) -> tuple[int, int, int]: ...
+    def running_calls(self, but: object) -> list[tuple[str, str, float]]: ...
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> "Future[Any]":
-        """Run a function on the event loop for a plain torch client."""
-
-    def lend_thread(self, task: Callable[[], None]) -> None:
-        """Run `task`, which must not raise, in a thread for plain `def` methods."""
+    ) -> "Future[Any]": ...
+    def lend_thread(self, task: Callable[[], None]) -> None: ...
 
 
 NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
@@ -67,40 +58,29 @@ NOT_SERVING = "no worker serves in this process: enter worker(), local_world() o
 
 
 class Node(Protocol):
-    """All that this process has as a worker of its world. For any thread."""
+    """All that this process has as a worker of its world: a `_node.node.Node`. For any thread.
+
+    Attributes:
+        manager: the context manager of its world, None in `run_local`.
+        server: the server of calls.
+        pool: the pool of connections.
+        registry: the objects that all workers have registered, by name.
+    """
 
     manager: Any
-    """The context manager of its world, None in `run_local`."""
 
     @property
-    def server(self) -> Endpoint:
-        """The server of calls."""
-
+    def server(self) -> Endpoint: ...
     @property
-    def pool(self) -> Any:
-        """The pool of connections."""
-
-    def introduce(self, data: bytes) -> "Future[Any]":
-        """Return the credentials and addresses for a connection."""
-
-    def leave_message(self, data: bytes) -> "Future[Any]":
-        """Note that a peer leaves, or has failed."""
-
-    def loop_lines(self) -> bytes:
-        """Return the lines at which the event loop stands."""
-
-    def departure(self, data: bytes) -> "Future[Any]":
-        """Note what a peer does; answer when those that it waits for have left."""
-
+    def pool(self) -> Any: ...
     @property
-    def registry(self) -> Any:
-        """The objects that all workers have registered, by name."""
-
-    def attach_message(self, data: bytes) -> "Future[Any] | None":
-        """Note that a peer is attached or has left; return None if this node is not attached."""
-
-    def group_change(self, worker: WorkerInfo, is_join: bool) -> None:
-        """Note that a worker has entered or left the group of torch's agent."""
+    def registry(self) -> Any: ...
+    def introduce(self, data: bytes) -> "Future[Any]": ...
+    def leave_message(self, data: bytes) -> "Future[Any]": ...
+    def loop_lines(self) -> bytes: ...
+    def departure(self, data: bytes) -> "Future[Any]": ...
+    def attach_message(self, data: bytes) -> "Future[Any] | None": ...
+    def group_change(self, worker: WorkerInfo, is_join: bool) -> None: ...
 
 
 here: Node | None = None

@@ -12,9 +12,9 @@ from .._aio.loops import call_soon
 from .._client.connection import Connection
 from .._client.pool import Outgoing
 from .._client.stream_reader import StreamReader
-from .._node.node import Node as Worker
+from .._node.node import Node
 from .._wire.ancestry import BATCH
-from .._wire.standing import IDLE, Limits, Node, Standings, standings_of
+from .._wire.standing import IDLE, CallNode, Limits, Standings, standings_of
 from .._wire.targets import call_name
 
 log = logging.getLogger("aiorpc_torch")
@@ -34,7 +34,7 @@ class LongWaits:
     each connection.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Node) -> None:
         self._pool, self._sessions = worker.pool, worker.server.sessions
         self._seen: WeakKeyDictionary[Connection, int] = WeakKeyDictionary()  # last numbers
         self._warned: dict[tuple[str, str], float] = {}
@@ -87,6 +87,6 @@ class LongWaits:
         return session == BATCH or number in getattr(self._sessions.get(session), "calls", ())
 
 
-def _warn(nodes: Sequence[Node]) -> None:
+def _warn(nodes: Sequence[CallNode]) -> None:
     if found := [each for each in standings_of(nodes) if each.state != IDLE]:
         log.warning("calls have waited for %.0f s:\n%s", LONG, Standings(found))

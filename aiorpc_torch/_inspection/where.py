@@ -8,7 +8,7 @@ from typing import Any
 from .._client import pool
 from .._client.pool import Outgoing
 from .._node.standing import ask
-from .._wire.standing import MOST_CALLS, Limits, Node, Standings, standings_of
+from .._wire.standing import MOST_CALLS, CallNode, Limits, Standings, standings_of
 
 SECONDS = 1.0
 """Seconds for which an answer is waited for."""
@@ -44,5 +44,5 @@ async def where_of(calls: Sequence[Outgoing], seconds: float = SECONDS) -> Stand
             found.append(each)
     limits = Limits(MOST_CALLS, seconds)
     answers = await asyncio.gather(*(ask(each, (), limits) for each in by_connection.values()))
-    nodes: list[Node] = [node for answer in answers for node in answer]
+    nodes: list[CallNode] = [node for answer in answers for node in answer]
     return Standings(sorted(standings_of(nodes), key=lambda each: each.age, reverse=True))

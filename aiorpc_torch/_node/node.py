@@ -151,7 +151,9 @@ class Node:
 
     def _when_started(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in order, once this node is started."""
-        self.server.call_on_loop(lambda: step() if self._held is None else self._held.append(step))
+        self.server.executor.call_on_loop(
+            lambda: step() if self._held is None else self._held.append(step)
+        )
 
     # ── for the membership ──────────────────────────────────────────────────────────────────────
 

@@ -16,16 +16,16 @@ from .._wire.frames import WHERE
 from .._wire.standing import (
     CALL,
     MAX_DEPTH,
+    CallNode,
     Key,
     Limits,
-    Node,
     Question,
     dump_answer,
     read_question,
 )
 
 if TYPE_CHECKING:
-    from .node import Node as Worker
+    from .node import Node
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -39,7 +39,7 @@ class Answers:
         worker: the worker.
     """
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: "Node") -> None:
         self._worker = worker
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -83,7 +83,7 @@ class Tracing:
             if (key := each.made_by) is not None:
                 self._made_by[key].append(each)
 
-    async def of_session(self, session: Session, question: Question) -> list[Node]:
+    async def of_session(self, session: Session, question: Question) -> list[CallNode]:
         """Return where calls of a session stand."""
         limits = question.limits.part(len(question.numbers))
         subjects = [self._view.of_number(session, each) for each in question.numbers]
@@ -99,7 +99,7 @@ class Tracing:
         is_certain: bool,
         path: Sequence[Key],
         limits: Limits,
-    ) -> list[Node]:
+    ) -> list[CallNode]:
         node = subject.node(self._worker, depth, reason, is_certain=is_certain)
         if subject.key in path:
             return [node._replace(is_again=True)]
@@ -136,16 +136,16 @@ class Tracing:
 
 async def _asked(
     calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits, depth: int, *, is_certain: bool
-) -> list[Node]:
+) -> list[CallNode]:
     found = await ask(calls, path, limits)
     return [each.below(depth, CALL, is_certain=is_certain) for each in found]
 
 
-async def _joined(answers: "Iterable[Coroutine[Any, Any, list[Node]]]") -> list[Node]:
+async def _joined(answers: "Iterable[Coroutine[Any, Any, list[CallNode]]]") -> list[CallNode]:
     return [node for each in await asyncio.gather(*answers) for node in each]
 
 
-async def ask(calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits) -> list[Node]:
+async def ask(calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits) -> list[CallNode]:
     """Ask the peer of a connection where calls of it stand, those of `path` excepted.
 
     A peer that does not answer in time costs no more than that time.
@@ -153,7 +153,7 @@ async def ask(calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits) ->
     loop, connection, *_ = calls[0]
     own, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
-    def complete(nodes: Sequence[Node]) -> None:
+    def complete(nodes: Sequence[CallNode]) -> None:
         if not answer.done():
             answer.set_result(nodes)
 

@@ -35,7 +35,7 @@ from .._wire.columns import (
     plain_cell,
 )
 from .._wire.exceptions import RemoteFailure, note_has_run, try_add_note
-from .._wire.messages import Arguments, Carried
+from .._wire.messages import NO_ARGUMENTS, Arguments, Carried
 from .._wire.pickling import pack
 from .._wire.staged import stage
 from .._wire.targets import GENERATOR_HINT, function_name
@@ -47,7 +47,6 @@ from .timings import timings
 if TYPE_CHECKING:
     from .session import Session
 
-_TAKEN: Arguments = (), {}
 _NOT_CALLED = object()
 
 Joiner = functools.partial[Callable[[], object]]
@@ -58,9 +57,12 @@ to remove it. Its function has the instance as first argument."""
 class ServerCall:
     """A call of `function` for a caller. `deadline` is a `time.monotonic()` value."""
 
+    arguments: Any  # `Arguments`; before the start also a `LongPickle`, which is loaded first
+
     # Set by each subclass.
     on_loop: bool  # whether its function starts on the loop
     worker: str  # name of this worker
+    caller: str  # name of the calling worker
     started: float  # `time.monotonic()` of its arrival
 
     # Defaults of the class, which cost a call nothing.
@@ -70,9 +72,9 @@ class ServerCall:
     task: asyncio.Task[None] | None = None  # set while it runs on the loop
     session: "Session | None" = None  # None for a call of a torch client
     number = -1  # that of its caller
-    joiner: Joiner | None = None  # set if `function` is batched
+    joiner: Joiner | None = None  # of a batched function; a `CallInTurn` has an `Entrance`
     deadline: float | None = None
-    leave_batch: Callable[[], object] | None = None  # removes it from its batch
+    leave_queue: Callable[[], object] | None = None  # out of its batch, or the queue of a turn
     scope: BatchScope | None = None  # batches that wait for it
     fence: StreamFence | None = None  # until its arguments are ready
     recording: ContextRecord | None = None  # set in an autograd context
@@ -94,8 +96,8 @@ class ServerCall:
     def cancel(self) -> None:
         """Stop the call as far as possible. On the loop's thread."""
         self.is_cancelled = True
-        if self.leave_batch is not None:
-            self.leave_batch()
+        if self.leave_queue is not None:
+            self.leave_queue()
             self.fail(asyncio.CancelledError())
         elif self.task is not None and self.has_started:  # else it ends when it starts
             self.task.cancel()
@@ -149,7 +151,7 @@ class ServerCall:
         if self.scope is not None or self.recording is not None or self.carried is not None:
             self.enter_context()
         if self.fence is None:  # as `take_arguments`, without another function for each call
-            (args, kwargs), self.arguments = self.arguments, _TAKEN
+            (args, kwargs), self.arguments = self.arguments, NO_ARGUMENTS
         else:
             args, kwargs = self.take_arguments()
         return self.function(*args, **kwargs)
@@ -160,10 +162,10 @@ class ServerCall:
             if self.scope is not None or self.recording is not None or self.carried is not None:
                 self.enter_context()
             if self.fence is None:  # as in `invoke`
-                arguments, self.arguments = self.arguments, _TAKEN
+                arguments, self.arguments = self.arguments, NO_ARGUMENTS
             else:
                 arguments = self.take_arguments()
-            self.leave_batch = joiner(self.settle, self.receiver, arguments, self.caller)
+            self.leave_queue = joiner(self.settle, self.receiver, arguments, self.caller)
         except BaseException as exc:  # raised by user code
             self.fail(exc)
 
@@ -191,7 +193,8 @@ class ServerCall:
         if self.fence is not None:
             self.fence.wait()
             self.fence = None
-        arguments, self.arguments = self.arguments, _TAKEN
+        arguments: Arguments = self.arguments
+        self.arguments = NO_ARGUMENTS
         return arguments
 
     def settle(self, answer: Any) -> None:
@@ -203,14 +206,9 @@ class ServerCall:
 
     def abandon(self, exc: BaseException) -> None:
         """Answer the caller with an exception, although the function may still run."""
-        if self.leave_batch is not None:  # `cancel` cannot, once it is answered
-            self.leave_batch()
+        if self.leave_queue is not None:  # `cancel` cannot, once it is answered
+            self.leave_queue()
         self.fail(exc)
-
-    @property
-    def caller(self) -> str:
-        """Return the name of the calling worker."""
-        return "a torch client"
 
     def succeed(self, value: Any) -> None:
         """End with a return value."""
@@ -241,15 +239,12 @@ class RpcCall(ServerCall):
     ) -> None:
         self.function, self.arguments, self.order_key = function, arguments, order_key
         self.session, self.reply, self.number = session, reply, number
-        self.worker, self.on_loop, self.started = session.worker, on_loop, now
+        self.worker, self.caller = session.worker, session.caller
+        self.on_loop, self.started = on_loop, now
         if joiner is not None:
             self.joiner = joiner
         if type(reply) is DeferredReply:
             self.recording = reply.recording
-
-    @property
-    def caller(self) -> str:
-        return self.session.caller
 
     def record(self) -> None:
         """Record this call until it is answered: for a profiler, and for `top`. On the loop."""
@@ -267,7 +262,7 @@ class RpcCall(ServerCall):
             end(asyncio.CancelledError())
 
     def succeed(self, value: Any) -> None:
-        small = None
+        small = None  # as `_encode` and `_finish`, for the results that most calls have
         try:
             if self.reply is None and self.sends_value and not self.is_cancelled:
                 small = small_tensor(value) if type(value) is Tensor else plain_cell(value)
@@ -278,7 +273,7 @@ class RpcCall(ServerCall):
         if small is None:
             self._finish(kind, content)
         elif self.session.calls.pop(self.number, None) is not None:
-            self.leave_batch = None
+            self.leave_queue = None
             if self.on_end is not None:
                 self.on_end(None)
             self.session.send_small_result(self.number, kind, content)
@@ -315,7 +310,7 @@ class RpcCall(ServerCall):
 
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         if self.session.calls.pop(self.number, None) is not None:
-            self.leave_batch = None
+            self.leave_queue = None
             if self.on_end is not None:
                 self.on_end(failure)
             self.session.send_result((self.number, kind, content), self.reply)

@@ -7,11 +7,11 @@ of an earlier one.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from sys import modules
 from types import MethodType
@@ -33,6 +33,7 @@ from .._wire.exceptions import RemoteFailure
 from .._wire.messages import (
     MAX_HEADS,
     MAX_KNOWN_HEAD,
+    NO_ARGUMENTS,
     CallHead,
     Group,
     check_groups,
@@ -175,27 +176,28 @@ class Dispatcher:
             calls = self._failing(numbers, reply, now, exc)
         for call in calls:
             running[call.number] = call
-        if fence is not None or timings.is_on or profiler_enabled():
-            _note(calls, fence)
+        if fence is not None:  # else a call may have its own
+            for call in calls:
+                call.fence = fence
+        if timings.is_on or profiler_enabled():
+            for call in calls:
+                call.record()
         if (propagation.used or TRACER in modules) and is_needed():
             for call in calls:
                 call.carried = call.carried or ()  # interceptors are told of it
         if tensors:
-            calls = [call for call in calls if not self._load(call)]
+            calls = [e for e in calls if type(e.arguments) is not LongPickle or not self._load(e)]
         if reply is None and self.slots.queues:
             calls = [call for call in calls if self.slots.admit(call.order_key, call)]
         self._executor.start(calls)
         return len(numbers)
 
     def _load(self, call: RpcCall) -> bool:
-        """Load the arguments of a call in a thread, before it is started; return whether they are.
+        """Load a `LongPickle` in a thread, before its call is started; return whether it is.
 
         Later calls of its object wait for it. One that came by torch has had its turn.
         """
-        pickled: Any = call.arguments
-        if type(pickled) is not LongPickle:
-            return False
-        call.arguments = _NOTHING
+        pickled, call.arguments = call.arguments, NO_ARGUMENTS
         if call.reply is not None:
             _set_arguments(call, pickled.load())
             return False
@@ -249,7 +251,7 @@ class Dispatcher:
                 head = self._new_head(data)
             wire = head.wire
             try:
-                function, on_loop, joiner, kind = head.resolve(rest, self._exports)
+                function, on_loop, joiner, make = head.resolve(rest, self._exports)
             except BaseException as exc:  # each call of the group raises it
                 wire.skip(group, rest)
                 calls += self._failing(numbers, reply, now, exc, stream=wire.stream)
@@ -266,11 +268,11 @@ class Dispatcher:
             key = head.key
             for number, row in zip(numbers, rows):  # noqa: B905 - 0.2 µs
                 if type(row) is RemoteFailure:
-                    failing = _failing_kind(stream=wire.stream)
-                    call = failing(session, reply, number, now, row.raise_, _NOTHING, on_loop)
-                    call.order_key = key
+                    fail = _failing_class(stream=wire.stream)
+                    how = row.raise_, NO_ARGUMENTS, on_loop, None, key
+                    call = fail(session, reply, number, now, *how)
                 else:
-                    call = kind(session, reply, number, now, function, row, on_loop, joiner, key)
+                    call = make(session, reply, number, now, function, row, on_loop, joiner, key)
                     if type(row) is OnDevice:
                         call.arguments, call.fence = row.value, fence_tensors(row.tensors)
                 calls.append(call)
@@ -311,25 +313,15 @@ class Dispatcher:
         stream: bool = False,
     ) -> list[RpcCall]:
         """Return a call that raises `exc` for each number."""
-        kind, function = _failing_kind(stream=stream), functools.partial(_raise, exc)
-        return [
-            kind(self._session, reply, number, now, function, _NOTHING, False) for number in numbers
-        ]
-
-
-def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
-    for call in calls:
-        if fence is not None:  # else one may have its own
-            call.fence = fence
-        if timings.is_on or profiler_enabled():
-            call.record()
+        fail, how = _failing_class(stream=stream), (partial(_raise, exc), NO_ARGUMENTS, False)
+        return [fail(self._session, reply, number, now, *how) for number in numbers]
 
 
 def _set_arguments(call: RpcCall, arguments: Any) -> None:
     """Set the arguments of a call, which only raises if they could not be unpickled."""
     if type(arguments) is RemoteFailure:
         call.function = arguments.raise_
-        if isinstance(call.joiner, functools.partial):  # it joins no batch
+        if isinstance(call.joiner, partial):  # it joins no batch
             call.joiner = None
     else:
         call.arguments = arguments
@@ -346,12 +338,9 @@ def _batch_scope(batches: frozenset[BatchId], calls: dict[int, RpcCall], number:
     return BatchScope(batches, is_open)
 
 
-def _failing_kind(*, stream: bool) -> Callable[..., RpcCall]:
+def _failing_class(*, stream: bool) -> Callable[..., RpcCall]:
     """Return the class of a call that only raises: it joins no batch, and takes no turn."""
     return StreamCall if stream else RpcCall
-
-
-_NOTHING: Any = (), {}
 
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:
@@ -373,7 +362,7 @@ class KnownHead:
     other look-up is needed.
     """
 
-    __slots__ = ("_function", "_join", "_kind", "_object", "_on_loop", "_target", "key", "wire")
+    __slots__ = ("_function", "_join", "_make", "_object", "_on_loop", "_target", "key", "wire")
 
     def __init__(self, data: bytes) -> None:
         self.wire = CallHead(data)
@@ -383,7 +372,7 @@ class KnownHead:
         self._function: Any = None
         self._on_loop = False
         self._join: Callable[..., Any] | None = None
-        self._kind: Callable[..., RpcCall] = RpcCall
+        self._make: Callable[..., RpcCall] = RpcCall
 
     def resolve(self, tensors: Iterator[Tensor], exports: ExportPolicy | None) -> Resolved:
         """Return the function of a group; take the tensors of its target.
@@ -397,8 +386,8 @@ class KnownHead:
             if type(function) is MethodType and function.__func__ is self._function:
                 join = self._join
                 # Its own object's batches: it may be a method of another object.
-                joiner = None if join is None else functools.partial(join, function.__self__)
-                return function, self._on_loop, joiner, self._kind
+                joiner = None if join is None else partial(join, function.__self__)
+                return function, self._on_loop, joiner, self._make
         return self._resolve_again(self.wire.tensors_of_target(tensors), exports)
 
     def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
@@ -410,13 +399,13 @@ class KnownHead:
         owner = None if target.on is None else rrefs.find_object(target.on)
         found = _resolve_on(owner, target, exports, self.wire.stream)
         function: Any = found[0]
-        _, on_loop, joiner, kind = found
+        _, on_loop, joiner, make = found
         is_method = isinstance(target, MethodTarget) and type(function) is MethodType
         if is_method and function.__self__ is owner and type(joiner) is not Entrance:
             with contextlib.suppress(TypeError):  # its class has no weak references
                 self._object = weakref.ref(owner)
-            self._function, self._on_loop, self._kind = function.__func__, on_loop, kind
-            self._join = joiner.func if isinstance(joiner, functools.partial) else None
+            self._function, self._on_loop, self._make = function.__func__, on_loop, make
+            self._join = joiner.func if isinstance(joiner, partial) else None
         return found
 
 
@@ -432,8 +421,8 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
     # the batch of the one before.
     if joiner is None and (turns := turns_for(owner, function)) is not None:
         entrance = Entrance(turns, on_loop)
-        kind = ExclusiveStream if stream else ExclusiveCreate if makes else ExclusiveCall
-        return unguarded(function), True, entrance, kind
+        exclusive = ExclusiveStream if stream else ExclusiveCreate if makes else ExclusiveCall
+        return unguarded(function), True, entrance, exclusive
     if makes:
         return function, on_loop, joiner, CreateCall
     if stream:

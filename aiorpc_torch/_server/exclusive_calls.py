@@ -35,13 +35,13 @@ class CallInTurn(ServerCall):
         batches = NO_BATCHES if self.scope is None else self.scope.batches
         turns: Turns = self.joiner.turns
         self.turn = turn = Turn(turns, begin)
-        self.leave_batch = turn.leave
+        self.leave_queue = turn.leave
         return turns.enter(turn, self.name, batches)
 
     def begin(self) -> bool:
         """Begin the turn; return whether the function runs on the loop."""
         runs_on_loop: bool = self.joiner.on_loop
-        self.joiner = self.leave_batch = None
+        self.joiner = self.leave_queue = None
         return runs_on_loop
 
     def invoke(self) -> Any:

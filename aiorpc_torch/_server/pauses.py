@@ -133,7 +133,7 @@ class Pauses:
 
     def _start(self, calls: Collection[ServerCall]) -> None:
         for call in calls:
-            call.leave_batch = None
+            call.leave_queue = None
         self._executor.start(calls, were_held=True)
 
     async def _wait_for_calls(self, found: _PausedObject) -> None:
@@ -193,7 +193,7 @@ class Pauses:
             self._let_pass(found, call)
             return False
         found.queue.add_call(call)
-        call.leave_batch = partial(found.queue.remove_call, call)
+        call.leave_queue = partial(found.queue.remove_call, call)
         return True
 
 

@@ -61,7 +61,8 @@ class ResultSender:
             if carrier is not None and self._copy(result, size, carrier):
                 return
             result, size = self._hold(result, size), 0
-        if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
+        # An item of a stream waits for the copies before it.
+        if type(key) is not tuple or not self._copies or self._copies.admit(key[0], (result, size)):
             self.queue_small(result, size)
 
     def flush(self) -> None:
@@ -92,10 +93,6 @@ class ResultSender:
         self._copies.close()
         self._copying.clear()
 
-    def _must_wait(self, number: int, item: EncodedResult, size: int) -> bool:
-        """Return whether an item of a stream waits for the copies before it."""
-        return not self._copies.admit(number, (item, size))
-
     def queue_small(self, result: EncodedResult, size: int) -> None:
         """Queue a result of `size` bytes for its frame; send it now if no other call is running."""
         if self.replies.add(result, size, is_last=not self._calls):
@@ -108,7 +105,7 @@ class ResultSender:
     def _copy(self, result: EncodedResult, size: int, carrier: Carrier) -> bool:
         """Begin to send the tensors of a result; return False if they are sent otherwise."""
         key, copy = result[0], next(self._copy_numbers)
-        self._copying[copy] = key[0] if isinstance(key, tuple) else key
+        self._copying[copy] = _call_of(key)
         self._copies.open(copy, key[0] if isinstance(key, tuple) else (key,))
         try:
             then = functools.partial(self._on_copied, copy, result, size)

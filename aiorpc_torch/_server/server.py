@@ -31,6 +31,7 @@ from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import NO_DEVICES, DeviceRoutes
 from .._wire.exceptions import FailedWorker, LeavingWorker, RemoteFailure
+from .._wire.frames import CloseReason
 from .._wire.handshake import Party, dump_introduction
 from .._wire.messages import (
     ResultKey,
@@ -133,7 +134,7 @@ class Server:
         if (session := self.sessions.get((caller.name, caller.worker_id, connection))) is None:
             sock.close()
         else:
-            session.add_socket(purpose, sock)
+            session.carriers.sockets.add_socket(purpose, sock)
 
     # ── on threads of torch ────────────────────────────────────────────────────────────────────
 
@@ -181,10 +182,6 @@ class Server:
             call.carried = ()
         self.executor.call_on_loop(functools.partial(self.executor.start, (call,)))
         return reply
-
-    def call_on_loop(self, step: Callable[[], None]) -> None:
-        """Run `step` on the loop, in the order of the messages of torch RPC. From any thread."""
-        self.executor.call_on_loop(step)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -289,7 +286,7 @@ class Server:
                     await session.retired.wait()
 
     async def close(
-        self, timeout: float, failure: str = "", text: str = "", what: str = ""
+        self, timeout: float, failure: str = "", text: str = "", what: CloseReason | None = None
     ) -> None:
         """Fail and cancel all calls, and close the connections.
 
@@ -333,10 +330,6 @@ class Server:
         is_handled = asyncio.Event()
         self.executor.call_on_loop(is_handled.set)
         await is_handled.wait()
-
-    async def end_objects(self, timeout: float) -> None:
-        """End the objects that callers have created here, each in at most `timeout` seconds."""
-        await self.created.close(timeout)
 
 
 def _past(caller: Party) -> Peer:

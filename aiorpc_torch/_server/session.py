@@ -6,12 +6,10 @@ Its `Dispatcher` starts the calls, its `ResultSender` sends what does not leave 
 import asyncio
 import functools
 import logging
-import socket
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from .._carrier.choice import Carriers
-from .._channel import Channel, channel_repr
+from .._channel import Channel, Input, channel_repr
 from .._peers.peers import Peer
 from .._torch import devices
 from .._wire.columns import CellKind, plain_bytes, write_kind
@@ -22,7 +20,6 @@ from .._wire.frames import (
     RETIRE,
     SLOT,
     WHERE,
-    frame,
     header,
 )
 from .._wire.messages import EncodedResult, SessionKey
@@ -67,7 +64,6 @@ class Session(Channel):
         self._loop_thread = get_ident()
         self.dispatcher = Dispatcher(self, server.executor, server.exports)
         self.calls = self.dispatcher.calls
-        self.carriers = Carriers(self, self.loop)
         self._results = ResultSender(self)
         self.flush = self._results.flush
         self.handlers |= {
@@ -93,10 +89,6 @@ class Session(Channel):
         """Release the held results of a call, whose caller does not want them."""
         self._results.release(number)
 
-    def check_path(self, timeout: float) -> None:
-        super().check_path(timeout)
-        self.carriers.sockets.check_path(timeout)
-
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
     def send_result(self, result: EncodedResult, reply: Any = None) -> None:
@@ -116,6 +108,8 @@ class Session(Channel):
             again = functools.partial(self.send_small_result, number, kind, cell)
             self._call_on_loop(again)
             return
+        if self.events:
+            self._end_event(number)
         if not (self.calls or self._results.replies.results) and self.is_open:
             try:
                 # As `encode_reply` makes it of one result that is a small cell.
@@ -126,22 +120,17 @@ class Session(Channel):
             except Exception as exc:  # out of memory, for one: the queue answers with a failure
                 log.debug("a result cannot be sent alone: %r", exc)
             else:
-                if self.events:
-                    self._end_event(number)
                 self.write(header(len(data), RESULTS) + data)  # as `frame`, of small data
                 return
-        if self.events:
-            self._end_event(number)
-        if self.transport is not None and not self._is_closing:
+        if self.is_open:
             size = len(cell) if type(kind) is tuple else plain_bytes(cell)
             self._results.queue_small((number, kind, cell), size)
 
     def _queue_result(self, result: EncodedResult) -> None:
         if self.events:
             self._end_event(result[0])
-        if self._is_closing or self.ended.is_set():
-            return
-        self._results.queue(result)
+        if self.is_open:
+            self._results.queue(result)
 
     def _end_event(self, key: Any) -> None:
         """End the event of an answered call. A profiler accepts that on the loop's thread only."""
@@ -165,17 +154,13 @@ class Session(Channel):
             self.calls or self.dispatcher.slots or self._results.held or self.carriers.has_work()
         )
 
-    def add_socket(self, purpose: int, sock: socket.socket) -> None:
-        """Use a proven socket for tensors."""
-        self.carriers.sockets.add_socket(purpose, sock)
-
     def _on_retired(self, _: bytes) -> None:
         self.retired.set()
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
         if self.is_open:
-            self.write(frame(RETIRE, b""))
+            self.send(RETIRE, b"")
 
     def pause_writing(self) -> None:
         self.pause_reading("full")
@@ -188,9 +173,8 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
-        self.carriers.close()
         self._results.close()
         self.events.clear()
-        if not self._received_close:
+        if self.input is not Input.CLOSED:
             self._server.on_session_end(self, "lost" if error is not None else "ended", "")
         self.dispatcher.close()

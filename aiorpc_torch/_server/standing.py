@@ -31,7 +31,7 @@ from .._text import printable
 from .._turns.pause_queue import PauseQueue
 from .._turns.turns import Turn, Turns
 from .._wire.ancestry import BATCH, CallKey
-from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, Key, Node, key_of
+from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, CallNode, Key, key_of
 from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of
@@ -73,10 +73,10 @@ class Subject:
     awaits: bool | None = None
     holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
 
-    def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> Node:
+    def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> CallNode:
         """Return this as a part of an answer."""
         where = self.state, self.lines, self.inside
-        return Node(
+        return CallNode(
             depth, self.key, self.name, worker, self.caller, self.age, *where, reason, is_certain
         )
 
@@ -125,10 +125,10 @@ class View:
         return found
 
     def _describe_call(self, found: Subject, call: ServerCall) -> None:
-        leave: Any = getattr(call.leave_batch, "__self__", None)
+        leave: Any = getattr(call.leave_queue, "__self__", None)
         turn = getattr(call, "turn", None)
-        if isinstance(call.leave_batch, functools.partial):
-            found.state = self._of_pause(call.leave_batch)
+        if isinstance(call.leave_queue, functools.partial):
+            found.state = self._of_pause(call.leave_queue)
         elif turn is not None and leave is turn:
             self._wait_for_turn(found, turn)
         elif hasattr(leave, "batch"):

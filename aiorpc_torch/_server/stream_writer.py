@@ -150,7 +150,7 @@ class StreamCall(RpcCall):
     def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         # Numbered as an item, so that the caller reads it after all items.
         if self.session.calls.pop(self.number, None) is not None:
-            self.leave_batch = None
+            self.leave_queue = None
             if self.on_end is not None:
                 self.on_end(failure)
             self.session.send_result(((self.number, self._items, 0), kind, content))

@@ -65,6 +65,7 @@ class TorchCall(ServerCall):
     # Not `set_exception`: torch 2.13 and 2.15 then return the exception to the caller as a *value*.
     # (tests/loopback/test_torch_clients.py)
     on_loop = True
+    caller = "a torch client"
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Decide when the calls and results of one connection are sent, and how many together.
 
 State machines without an event loop, a clock or torch. The caller has a `SendState`, driven by
-`_client.connection`. The callee has a `ReplyState`, driven by `_server.session`.
+`_client.sender`. The callee has a `ReplyState`, driven by `_server.result_sender`.
 
 A lone call or result is sent at once: another loop iteration would be a tenth of a lone call. Calls
 of one iteration are sent at its end, in one frame. Callers that were woken together call together
@@ -131,7 +131,7 @@ class SendState(Generic[C]):
 
     Attributes:
         queue: the unsent calls that wait for no copy.
-        ready: those that have waited for one.
+        ready: those that have waited for one; none that has begun since holds them back.
         must_admit: whether the next frame has a call even if the window is full.
     """
 
@@ -153,10 +153,9 @@ class SendState(Generic[C]):
         self._drop = drop
         self._object_of = object_of
         self._copies: Slots[C] = Slots()
-        # Calls that have waited for a copy; none that has begun since holds them back.
         self.ready: deque[C] = deque()
-        # In the window: calls that are copied, or wait for a copy, by number.
-        self._unsent: dict[int, C] = {}
+        # In the window and not sent, by number: calls that are copied, or wait for a copy.
+        self._admitted: dict[int, C] = {}
 
     def __repr__(self) -> str:
         state = "paused" if self.is_paused else "open"
@@ -181,12 +180,12 @@ class SendState(Generic[C]):
 
     def was_sent(self, number: int) -> bool:
         """Return whether a call is sent and not answered."""
-        return number in self.window and number not in self._unsent
+        return number in self.window and number not in self._admitted
 
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
-        if number in self._unsent:
-            del self._unsent[number]
+        if number in self._admitted:
+            del self._admitted[number]
             self.ready += self._copies.drop(number)
             self.window.answered((number,))
         elif number in self.window:
@@ -205,7 +204,7 @@ class SendState(Generic[C]):
             call = queue[0]
             number, more = call.number, call.size
             if number not in pending:
-                self._unsent.pop(number, None)
+                self._admitted.pop(number, None)
                 self._drop(queue.popleft())
                 continue
             if taken and (call.is_large or size + more > FRAME_BYTES):
@@ -218,8 +217,8 @@ class SendState(Generic[C]):
                 if self._copies.queues and self._waits_for_copy(call):
                     queue.popleft()
                     continue
-            if self._unsent:
-                self._unsent.pop(number, None)
+            if self._admitted:
+                self._admitted.pop(number, None)
             taken.append(queue.popleft())
             size += more
             if call.is_large:
@@ -236,7 +235,7 @@ class SendState(Generic[C]):
     def begin_copy(self, call: C, key: Hashable) -> None:
         """Let later calls of the object `key` wait until the copy of a taken call has ended."""
         self._copies.open(call.number, key)
-        self._unsent[call.number] = call
+        self._admitted[call.number] = call
 
     def end_copy(self, call: C) -> bool:
         """Queue a copied call again, to be sent; return False if it was cancelled meanwhile."""
@@ -252,9 +251,9 @@ class SendState(Generic[C]):
     def must_wait(self, call: C) -> bool:
         """Return whether a call waits for the copies before it; it is queued again after them."""
         if self._copies.admit(self._object_of(call), call):
-            self._unsent.pop(call.number, None)
+            self._admitted.pop(call.number, None)
             return False
-        self._unsent[call.number] = call
+        self._admitted[call.number] = call
         return True
 
     def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
@@ -273,12 +272,12 @@ class SendState(Generic[C]):
 
     def withdraw(self) -> list[C]:
         """Return the unsent calls in the order in which they were made; forget them."""
-        unsent = {call.number: call for call in (*self.ready, *self.queue)} | self._unsent
+        unsent = {call.number: call for call in (*self.ready, *self.queue)} | self._admitted
         self._copies.close()
         self.queue.clear()
         self.ready.clear()
-        self.window.answered(self._unsent)
-        self._unsent.clear()
+        self.window.answered(self._admitted)
+        self._admitted.clear()
         return [call for _, call in sorted(unsent.items())]
 
 

@@ -4,6 +4,7 @@ No I/O. The length is checked before memory is allocated for the data.
 """
 
 import struct
+from typing import Literal
 
 from ..errors import RpcError
 
@@ -20,6 +21,11 @@ memory; the state of transfers on tensor sockets; a call or a result whose trans
 question where calls stand, or its answer."""
 
 _KINDS = frozenset(range(CALLS, WHERE + 1))
+
+CloseReason = Literal["left", "detached", "failed", "ended", "replaced", "broken"]
+"""Reasons of a CLOSE frame, from the worker that sends it: it leaves its world, or `attach`; its
+block has failed; the event loop of the connection ends; the peer was replaced, or has left; a frame
+of the peer cannot be read."""
 
 HEADER = struct.Struct("<IB")
 HEADER_BYTES = HEADER.size

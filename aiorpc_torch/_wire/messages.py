@@ -48,6 +48,9 @@ MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
+NO_ARGUMENTS: Arguments = (), {}
+"""In place of arguments: of a call without, and of one whose arguments were taken. Not changed."""
+
 Carried = tuple[tuple[str, bytes], ...]
 """Context variables that travel with a call: name and pickled value of each."""
 
@@ -120,7 +123,7 @@ class EncodedCall:
         is_large: Whether it has no place in a frame with others: it has tensors outside the bytes,
             or many bytes, or has to travel by torch RPC.
         by_torch: Whether it has to travel by torch RPC.
-        shared: The `SharedMessage` once its tensors are in shared memory, else None.
+        shared: The `ReadyMessage` once its tensors are where the peer reaches them, else None.
         recorded: The `RecordedCall` if the call is in an autograd context, else None.
         carried: Its context variables.
     """
@@ -197,16 +200,18 @@ def encode_call(
 ) -> EncodedCall:
     """Encode a call with ancestor `batches`; copy small arguments. Raises what pickling raises."""
     args, kwargs = arguments
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = ()
+    kinds: list[CellKind] = []
+    cells: list[Any] = []
+    size, has_tensors = 0, False
     if kwargs:
-        if not are_plain_names(kwargs):
-            return _encode_pickled(heads, number, target, stream, arguments, due, batches)
-        names, args = tuple(kwargs), (*args, *kwargs.values())
-    kinds, cells, size = [], [], 0
-    for value in args:
+        names = tuple(kwargs) if are_plain_names(kwargs) else None
+        args = (*args, *kwargs.values())
+    for value in () if names is None else args:
         found = direct_cell(value)
         if found is None:
-            return _encode_pickled(heads, number, target, stream, arguments, due, batches)
+            names = None
+            break
         kind, content = found
         kinds.append(kind)
         cells.append(content)
@@ -214,30 +219,18 @@ def encode_call(
             size += len(content)
         else:
             size += size_of(content) if kind is TENSOR else plain_bytes(content)
-    if len(cells) > 1 and _has_repeated_tensor(args, kinds):  # it arrives as one
-        return _encode_pickled(heads, number, target, stream, arguments, due, batches)
+    if names is None or (len(cells) > 1 and _has_repeated_tensor(args, kinds)):
+        # In one pickle, so that an argument that is passed twice arrives as one object.
+        packed = pack(arguments)
+        names, kinds, cells = None, [PACKED], [packed]
+        size, has_tensors = packed.size, bool(packed.tensors)
     head = heads[target, stream, names, tuple(kinds)]
-    return EncodedCall(number, head, tuple(cells), due, size, batches)
+    return EncodedCall(number, head, tuple(cells), due, size, batches, has_tensors)
 
 
 def _has_repeated_tensor(values: Sequence[Any], kinds: Sequence[CellKind]) -> bool:
     tensors = [id(value) for value, kind in zip(values, kinds, strict=True) if kind is not PLAIN]
     return len(set(tensors)) < len(tensors)
-
-
-def _encode_pickled(
-    heads: HeadCache,
-    number: int,
-    target: EncodedTarget,
-    stream: bool,
-    arguments: Arguments,
-    due: float | None,
-    batches: tuple[BatchId, ...],
-) -> EncodedCall:
-    # In one pickle, so that an argument that is passed twice arrives as one object.
-    packed = pack(arguments)
-    head = heads[target, stream, None, (PACKED,)]
-    return EncodedCall(number, head, (packed,), due, packed.size, batches, bool(packed.tensors))
 
 
 # ── a frame of calls ──────────────────────────────────────────────────────────────────────────────
@@ -327,17 +320,6 @@ read_groups: Callable[[bytes], list[Group]] = reader(list[Group])
 _read_payload = reader(tuple[SessionKey, int, list[Group]])
 
 
-def load_calls(data: bytes) -> list[Group]:
-    """Return the groups of a frame. Runs no user code.
-
-    Raises:
-        ValueError: if the frame is malformed.
-    """
-    groups = read_groups(data)
-    check_groups(groups)
-    return groups
-
-
 def check_groups(groups: Sequence[Group]) -> None:
     """Raise ValueError if the groups of a frame are malformed."""
     numbers = numbers_of(groups)
@@ -356,7 +338,7 @@ def dump_payload(session: SessionKey, context: int, groups: Any) -> bytes:
 
 
 def load_payload(data: bytes) -> tuple[SessionKey, int, list[Group]]:
-    """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
+    """Return the arguments of `dump_payload`. Raises ValueError if they are malformed."""
     session, context, groups = _read_payload(data)
     check_groups(groups)
     if len(numbers_of(groups)) != 1:
@@ -383,9 +365,6 @@ class _NamedOrPickled(NamedTuple):
 
 
 _read_head = reader(tuple[_NamedOrPickled, bool, list[str] | None, list[WireKind]])
-
-
-_NO_ARGUMENTS: Arguments = (), {}
 
 
 class CallHead:
@@ -429,7 +408,7 @@ class CallHead:
         if len(columns) != len(self.kinds):
             raise ValueError(f"{len(columns)} columns for {len(self.kinds)} arguments")
         if not columns:
-            return [_NO_ARGUMENTS] * count
+            return [NO_ARGUMENTS] * count
         found: list[list[Any]] = [
             read_cells(kind, cells, tensors, count)
             for kind, cells in zip(self.kinds, columns, strict=True)
@@ -455,7 +434,7 @@ class CallHead:
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
 
 ResultKey = int | tuple[int, int, int]
-"""A call's number; for an item of a stream: the call's number, the item's number, its credit."""
+"""A call's number; for an item of a stream: the call's number, the item's, its cost in credit."""
 
 EncodedResult = tuple[ResultKey, CellKind, Any]
 """A key, and the kind and content of a cell."""

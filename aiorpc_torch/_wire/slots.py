@@ -1,11 +1,11 @@
 """Order of calls behind one whose payload is still on its way.
 
 Later calls of the same object wait; calls of other objects do not. Otherwise one transfer would
-delay all calls to its peer. `Slots` decides which calls go
-on, without an event loop and without torch. The sender uses it while tensors are copied to shared
-memory, for the items of a stream too. The callee uses it for what travels by torch RPC: on a
-device, in autograd, between hosts. Such a call sends a slot on the connection, and its payload in a
-torch message. (tests/loopback/test_payloads.py)
+delay all calls to its peer. `Slots` decides which calls go on, without an event loop and without
+torch. The sender uses it while tensors are copied to shared memory, for the items of a stream too.
+The callee uses it for what travels by torch RPC: on a device, in autograd, between hosts. Such a
+call sends a slot on the connection, and its payload in a torch message.
+(tests/loopback/test_payloads.py)
 """
 
 from collections import deque

@@ -47,8 +47,15 @@ class Limits(NamedTuple):
         return Limits(max(1, (self.most - 1) // max(1, parts)), self.seconds * 0.8)
 
 
-class Node(NamedTuple):
-    """A call, or what else a call waits for, in an answer. The parts are those of `Standing`."""
+class CallNode(NamedTuple):
+    """A call, or what else a call waits for, in an answer: a node of the tree, in preorder.
+
+    Attributes:
+        depth: number of nodes above it.
+        key: identifier of the call.
+
+    The others are those of `Standing`.
+    """
 
     depth: int
     key: Key
@@ -63,7 +70,7 @@ class Node(NamedTuple):
     is_certain: bool = True
     is_again: bool = False
 
-    def below(self, depth: int, reason: str, *, is_certain: bool) -> "Node":
+    def below(self, depth: int, reason: str, *, is_certain: bool) -> "CallNode":
         """Return this as a part of another answer; the reason is that of the calls asked about."""
         depth += self.depth
         if self.depth:
@@ -87,26 +94,9 @@ class Question(NamedTuple):
     limits: Limits
 
 
-class _WireNode(NamedTuple):
-    """A `Node` on its way: no part of it may be left out."""
-
-    depth: int
-    key: Key
-    method: str
-    worker: str
-    caller: str
-    age: float
-    state: str
-    lines: list[Line]
-    inside: str
-    reason: str
-    is_certain: bool
-    is_again: bool
-
-
 _read_question = reader(Question)
 _read_lines = reader(list[Line])
-_read_answer = reader(tuple[int, list[_WireNode]])
+_read_answer = reader(tuple[int, list[CallNode]])
 
 
 def read_question(data: bytes) -> Question:
@@ -117,12 +107,12 @@ def read_question(data: bytes) -> Question:
     return found._replace(numbers=found.numbers[: limits.most], limits=limits)
 
 
-def dump_answer(question: int, nodes: Sequence[Node]) -> bytes:
+def dump_answer(question: int, nodes: Sequence[CallNode]) -> bytes:
     """Return the bytes of the answer to a question."""
     return dump((question, [_for_wire(each) for each in nodes[:MOST_CALLS]]))
 
 
-def _for_wire(node: Node) -> Node:
+def _for_wire(node: CallNode) -> CallNode:
     lines = _cut_lines(node.lines)
     names = {name: _cut(getattr(node, name)) for name in ("method", "worker", "caller", "state")}
     return node._replace(**names, lines=lines, inside=_cut(node.inside))  # type: ignore[arg-type]
@@ -132,10 +122,10 @@ def _cut(text: str) -> str:
     return wire_text(text if len(text) <= _MAX_TEXT else f"…{text[1 - _MAX_TEXT :]}")
 
 
-def read_answer(data: bytes) -> tuple[int, list[Node]]:
+def read_answer(data: bytes) -> tuple[int, list[CallNode]]:
     """Return the number of a question and the answer of a peer, with printable text."""
     question, found = _read_answer(data)
-    return question, [_checked(Node(*each)) for each in found[:MOST_CALLS]]
+    return question, [_checked(each) for each in found[:MOST_CALLS]]
 
 
 def dump_lines(lines: Sequence[Line]) -> bytes:
@@ -159,7 +149,7 @@ def _printable_lines(lines: Sequence[Line]) -> list[Line]:
     ]
 
 
-def _checked(node: Node) -> Node:
+def _checked(node: CallNode) -> CallNode:
     texts = {
         name: printable(getattr(node, name), _MAX_TEXT)
         for name in ("method", "worker", "caller", "state", "inside", "reason")
@@ -254,7 +244,7 @@ class Standings(tuple[Standing, ...]):
         return _deadlocks(self)
 
 
-def standings_of(nodes: Sequence[Node]) -> list[Standing]:
+def standings_of(nodes: Sequence[CallNode]) -> list[Standing]:
     """Return the calls of an answer with those that they wait for."""
     found, at = [], 0
     while at < len(nodes):
@@ -263,7 +253,7 @@ def standings_of(nodes: Sequence[Node]) -> list[Standing]:
     return found
 
 
-def _standing(nodes: Sequence[Node], at: int) -> tuple[Standing, int]:
+def _standing(nodes: Sequence[CallNode], at: int) -> tuple[Standing, int]:
     """Return the call at a position of an answer, and the position behind all that it waits for."""
     node, below, at = nodes[at], [], at + 1
     while at < len(nodes) and nodes[at].depth > node.depth:

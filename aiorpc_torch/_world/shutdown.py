@@ -115,7 +115,7 @@ class Shutdown:
         await self._close_connections()  # first: no call may run beside the end of an object
         await close_queues()  # of batches that have begun since
         limit = OBJECTS_TIMEOUT if self.timeout is None else self.timeout
-        await self.node.server.end_objects(limit)
+        await self.node.server.created.close(limit)
         if not self.failure:
             await self._close_together(leaving)
         await self._stop_torch()
@@ -131,9 +131,8 @@ class Shutdown:
             )
 
     async def _close_connections(self) -> None:
-        what = "failed" if self.failure else "left"
         ended = await asyncio.gather(
-            self.node.pool.close(what, self.failure),
+            self.node.pool.close("failed" if self.failure else "left", self.failure),
             self.node.server.close(0.5, self.failure.partition("\n")[0], self.failure),
             return_exceptions=True,  # torch is stopped in any case
         )

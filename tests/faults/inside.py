@@ -147,7 +147,7 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: bytes in the window": state.window.size,
         "caller: unsent calls": len(state),
         "caller: unsent cancels and credits": len(state.cancels) + len(state.credits),
-        "caller: calls behind copies": len(state._unsent),
+        "caller: calls behind copies": len(state._admitted),
         **_of_slots("caller: copies of calls", state._copies),
         "caller: calls of contexts": len(connection._recorded_calls),
         "caller: calls that interceptors know": len(connection.pending._observed),

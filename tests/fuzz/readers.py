@@ -17,11 +17,11 @@ from aiorpc_torch._wire.messages import (
     CallHead,
     Group,
     decode_reply,
-    load_calls,
     load_payload,
     read_reply,
 )
 from aiorpc_torch._wire.wire_targets import NamedTarget, _read_rref, read_named
+from tests.support.received_calls import load_calls
 
 MOST_BYTES = 1 << 20  # of a segment that is tried
 

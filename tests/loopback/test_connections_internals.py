@@ -43,7 +43,7 @@ from aiorpc_torch._wire.targets import FunctionTarget
 from aiorpc_torch._world import worker
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
-from tests.support.actors import Notes
+from tests.support.actors import Counter, Notes
 from tests.support.malformed import group
 from tests.support.raw_connections import (
     CONNECTION,
@@ -135,6 +135,20 @@ async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.type
     found = await ends(*calling)
     assert all(isinstance(each, RpcError) and not each.may_have_run for each in found), found
     await work()
+
+
+async def test_no_lone_call_is_sent_to_a_transport_that_has_failed(
+    world: aiorpc.types.Worker,
+) -> None:
+    counter = remote(RRef(Counter()))
+    assert await counter.aadd(1) == 1
+    transport = own_connection().transport
+    assert transport is not None
+    transport.abort()  # in the step of the task that calls
+    with pytest.raises(RpcError) as caught:
+        await counter.aadd(1)
+    assert not caught.value.may_have_run
+    assert await counter.aadd(1) == 2
 
 
 @pytest.mark.promise("transport.memory")

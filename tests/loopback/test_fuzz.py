@@ -35,7 +35,6 @@ from aiorpc_torch._wire.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
 from aiorpc_torch._wire.messages import (
     MAX_HEADS,
     decode_reply,
-    load_calls,
     load_payload,
     numbers_of,
 )
@@ -61,6 +60,7 @@ from tests.support.malformed import (
     packed,
 )
 from tests.support.raw_connections import CONNECTION, SOON, Stranger, Tap, read, server
+from tests.support.received_calls import load_calls
 
 is_property = pytest.mark.hypothesis  # which its plugin cannot see in a function of a test
 

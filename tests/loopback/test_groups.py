@@ -89,9 +89,10 @@ async def test_a_call_is_lazy_and_used_once() -> None:
     assert "add" in repr(asked)
     assert stats().calls == before
     assert await asked == [1, 2, 3]
-    for again in (asked.__await__, asked.__aiter__):
-        with pytest.raises(RuntimeError, match="awaited already"):
-            again()
+    with pytest.raises(RuntimeError, match="awaited already"):
+        await asked
+    with pytest.raises(RuntimeError, match="awaited already"):
+        aiter(asked)
     iterated = remote(group).add(1)
     assert sorted([result async for _, result in iterated]) == [2, 3, 4]
     with pytest.raises(RuntimeError, match="awaited already"):

@@ -10,7 +10,8 @@ from aiorpc_torch import RRef, remote
 from aiorpc_torch._channel import Channel
 from aiorpc_torch._server import session
 from aiorpc_torch._wire.frames import CALLS, HEADER, HEADER_BYTES, RESULTS
-from aiorpc_torch._wire.messages import decode_reply, load_calls
+from aiorpc_torch._wire.messages import decode_reply
+from tests.support.received_calls import load_calls
 from tests.unit.wire.test_messages import same
 
 from .test_lone_calls import Echo

@@ -448,6 +448,11 @@ async def test_a_call_is_awaited_once() -> None:
     with pytest.raises(RuntimeError, match="awaited already"):
         await asyncio.create_task(stream)
     assert await remote(rref).aadd() == 2
+    failing = call("no worker", actors.count, 1)
+    with pytest.raises(aiorpc.UnknownWorker):
+        await asyncio.create_task(failing)
+    with pytest.raises(RuntimeError, match="awaited already"):
+        await asyncio.create_task(failing)
 
 
 @pytest.mark.promise("calls.task_groups")

@@ -181,7 +181,7 @@ NONSENSE: dict[str, Any] = {
     "no key": dump([("plain", [[]], [1])]),
     "a long key": dump([("plain", [(0, 0, 0, 0)], [1])]),
     "an item of a call": lambda base: dump([("plain", [(base, 0, 1)], [1])]),
-    "an item's price": lambda base: dump([("plain", [(base + 4, 0, "x")], [1])]),
+    "an item's cost": lambda base: dump([("plain", [(base + 4, 0, "x")], [1])]),
     "a key that is a text": dump([("plain", ["abc"], [1])]),
     "fewer values than keys": dump([("plain", [1, 2], [1])]),
     "more values than keys": dump([("plain", [1], [1, 2])]),

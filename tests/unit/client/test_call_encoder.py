@@ -13,13 +13,14 @@ from hypothesis import given, strategies as st
 from aiorpc_torch._client.call_encoder import CallEncoder, slot_key
 from aiorpc_torch._wire.ancestry import BatchScope, enter_scopes
 from aiorpc_torch._wire.columns import PACKED, PLAIN
-from aiorpc_torch._wire.messages import CallHead, EncodedHead, encode_calls, load_calls
+from aiorpc_torch._wire.messages import CallHead, EncodedHead, encode_calls
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.shared_arguments import encode_for_members
 from aiorpc_torch._wire.slots import UNKNOWN_OBJECT
 from aiorpc_torch._wire.targets import BoundTarget, FunctionTarget, MethodTarget, Target
 from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.wire_targets import METHOD as METHOD_KIND, NamedTarget
+from tests.support.received_calls import load_calls
 
 METHOD = MethodTarget((2, 7), "method")
 NAMED_METHOD = NamedTarget(METHOD_KIND, (2, 7), "method")

@@ -28,7 +28,7 @@ from aiorpc_torch._wire.frames import (
     frame,
 )
 from aiorpc_torch._wire.handshake import ARGUMENTS, Party, number_for
-from aiorpc_torch._wire.messages import encode_reply, load_calls, numbers_of
+from aiorpc_torch._wire.messages import encode_reply, numbers_of
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import MethodTarget
 from aiorpc_torch.errors import (
@@ -40,6 +40,7 @@ from aiorpc_torch.errors import (
     WorkerUnreachable,
 )
 from tests.support.raw_connections import read
+from tests.support.received_calls import load_calls
 
 TARGET = MethodTarget((0, 1), "method")
 SOON = 30.0  # seconds after which something will never happen
@@ -234,8 +235,8 @@ async def test_a_held_result_that_comes_too_late_is_released(pair: Pair, key: st
     await pair.frame()
     pair.connection.cancel(number)
     await pair.frame()  # it has crossed the result
-    price = 0 if key == "the end of a stream" else 2
-    pair.reply((number if key == "a call" else (number, 0, price), HELD, 1 << 20))
+    cost = 0 if key == "the end of a stream" else 2
+    pair.reply((number if key == "a call" else (number, 0, cost), HELD, 1 << 20))
     kind, data = await pair.frame()
     assert (kind, read(data)[0]) == (CONTROL, [number])
     assert (number in pair.connection.state.window) == (key == "an item")

@@ -164,7 +164,7 @@ def test_nothing_is_granted_after_the_end(count: int) -> None:
 
 @given(st.integers(0, 100 * BYTES_PER_CREDIT), st.integers(0, 100 * BYTES_PER_CREDIT))
 def test_the_price_of_an_item(one: int, other: int) -> None:
-    """Every item has a price; that of large items follows their bytes."""
+    """Every item has a cost; that of large items follows their bytes."""
     assert credit_cost(0) == 1
     assert (
         credit_cost(one) + credit_cost(other) - 2

@@ -26,12 +26,12 @@ from aiorpc_torch._wire.messages import (
     HeadCache,
     encode_call,
     encode_calls,
-    load_calls,
 )
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MethodTarget
 from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.wire_targets import NamedTarget, encode_target
+from tests.support.received_calls import load_calls
 from tests.support.two_ends import TwoEnds, two_ends
 
 

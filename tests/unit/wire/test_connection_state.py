@@ -552,7 +552,7 @@ class Copying(RuleBasedStateMachine):
         assert len(self.state) == 0
         assert not self.window
         assert self.window.size == 0
-        assert not self.state._unsent
+        assert not self.state._admitted
         assert not self.state._copies.queues
         assert not self.state._copies.unfilled
         assert not self.state._copies._early

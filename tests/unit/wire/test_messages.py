@@ -40,7 +40,6 @@ from aiorpc_torch._wire.messages import (
     encode_call,
     encode_calls,
     encode_reply,
-    load_calls,
     load_payload,
     numbers_of,
 )
@@ -56,6 +55,7 @@ from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.tensors import DTYPES as NAMED_DTYPES, INLINE_BYTES
 from aiorpc_torch._wire.wire_targets import NamedTarget, decode_target, encode_target
 from tests.support.malformed import HEADS
+from tests.support.received_calls import load_calls
 
 NOW = 1000.0
 numbers = itertools.count()

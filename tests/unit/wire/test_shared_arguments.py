@@ -14,13 +14,13 @@ from aiorpc_torch._wire.messages import (
     HeadCache,
     encode_call,
     encode_calls,
-    load_calls,
 )
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.shared_arguments import EachValue, MemberArguments, encode_for_members
 from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch._wire.wire_targets import NamedTarget
+from tests.support.received_calls import load_calls
 
 
 def decoded(row: MemberArguments) -> Any:

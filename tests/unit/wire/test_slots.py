@@ -27,7 +27,6 @@ from aiorpc_torch._wire.messages import (
     encode_call,
     encode_calls,
     encode_reply,
-    load_calls,
     load_payload,
 )
 from aiorpc_torch._wire.plain import dump, reader
@@ -35,6 +34,7 @@ from aiorpc_torch._wire.slots import MAX_CLOSED, UNKNOWN_OBJECT, Slots
 from aiorpc_torch._wire.targets import FunctionTarget, MethodTarget, order_key
 from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.wire_targets import decode_target, encode_target
+from tests.support.received_calls import load_calls
 
 SESSION = "me", 1, 2
 TARGETS: list[Any] = [
@@ -398,7 +398,7 @@ class BothEnds(RuleBasedStateMachine):
             self.drain()
         assert not self.pending, "a caller waits for ever"
         assert len(self.state) == len(self.window) == self.window.size == 0
-        assert not (self.state._unsent)
+        assert not (self.state._admitted)
         assert not (self.shared)
         assert not (self.state.controls())
         assert {*self.dropped} <= self.withdrawn

@@ -14,9 +14,9 @@ from aiorpc_torch._wire.standing import (
     CALL,
     LOCK,
     MOST_CALLS,
+    CallNode,
     Key,
     Limits,
-    Node,
     Question,
     Standings,
     dump_answer,
@@ -37,8 +37,8 @@ def key(number: int) -> Key:
     return "main", 0, 0, number
 
 
-def node(depth: int, number: int, reason: str = "", **parts: Any) -> Node:
-    return Node(depth, key(number), f"C.m{number}", "w", "main", 1.0, reason=reason, **parts)
+def node(depth: int, number: int, reason: str = "", **parts: Any) -> CallNode:
+    return CallNode(depth, key(number), f"C.m{number}", "w", "main", 1.0, reason=reason, **parts)
 
 
 DEADLOCK = (
@@ -117,7 +117,7 @@ def test_what_a_peer_may_send() -> None:
     evil = "\x1b[31m\n" + "x" * 1000
     lines = [Line(evil, evil, 1)] * 50
     nodes = [
-        Node(0, key(1), evil, evil, evil, 0.0, evil, lines, evil, evil)._replace(depth=-5)
+        CallNode(0, key(1), evil, evil, evil, 0.0, evil, lines, evil, evil)._replace(depth=-5)
     ] * 200
     _, found = read_answer(dump((1, nodes)))
     assert len(found) == MOST_CALLS
