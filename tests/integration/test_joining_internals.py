@@ -10,6 +10,7 @@ from aiorpc_torch import WorkerLost, call
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch.testing import kill
 from tests.support import actors
+from tests.support.servers import serving
 
 from .test_joining import SOON
 
@@ -34,8 +35,7 @@ async def test_another_program_at_the_address_of_one_that_died() -> None:
         kill("dead")
         with pytest.raises(WorkerLost):
             await call("dead", asyncio.sleep, 600)
-        server = await asyncio.start_server(greet, address.hostname, address.port)
-        async with server:
+        async with serving(asyncio.start_server(greet, address.hostname, address.port)):
             await me.start("late")
             assert await call("late", actors.ask_back, me.name) == me.name
             assert await call("late", names_of_lost) == ["dead"]

@@ -26,6 +26,7 @@ from aiorpc_torch._wire.handshake import (
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch.errors import RpcError, WorkerLeft, WorkerLost, WorkerUnreachable
 from tests.support.certificates import Authority
+from tests.support.servers import serving
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
 
 CREDENTIALS = Credentials(Party("me", 0), Party("peer", 3))
@@ -125,7 +126,7 @@ async def test_the_own_certificate_has_expired(
     def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+    async with serving(asyncio.start_server(hang_up, "127.0.0.1", 0)) as server:
         address = server.sockets[0].getsockname()
         party = Party("me", 0)
         found = Credentials(party, party), Addresses("elsewhere", "", address)

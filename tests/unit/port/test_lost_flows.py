@@ -22,6 +22,7 @@ from aiorpc_torch._port.streams import LINGER
 from aiorpc_torch._port.tls import Tls
 from aiorpc_torch._port.tunnels import Tunnels, format_endpoint, split_endpoint
 from tests.support.certificates import Authority
+from tests.support.servers import serving
 from tests.support.slack import SLACK
 from tests.unit.port.test_tunnels import answer_with
 
@@ -112,18 +113,17 @@ async def ends(
 ) -> AsyncIterator[Ends]:
     near, far = (Port("127.0.0.1", 0, tls, each) for each in heartbeats)
     proxy = Proxy(far.endpoint)
-    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     try:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            listening.settimeout(SOON)
-            far.torch = listening.getsockname()
-            endpoint = format_endpoint(*server.sockets[0].getsockname())
-            address = format_endpoint(*listening.getsockname())
-            own = Tunnels(near).open("w1", endpoint, f"uv://{address}").removeprefix("uv://")
-            yield Ends(proxy, (near, far), own, listening)
+        async with serving(asyncio.start_server(proxy.accept, "127.0.0.1", 0)) as server:
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                listening.settimeout(SOON)
+                far.torch = listening.getsockname()
+                endpoint = format_endpoint(*server.sockets[0].getsockname())
+                address = format_endpoint(*listening.getsockname())
+                own = Tunnels(near).open("w1", endpoint, f"uv://{address}").removeprefix("uv://")
+                yield Ends(proxy, (near, far), own, listening)
     finally:
         proxy.close()
-        server.close()
         await asyncio.to_thread(near.close)
         await asyncio.to_thread(far.close)
 

@@ -20,6 +20,7 @@ from aiorpc_torch._port.tunnels import (
     replace_address,
     split_endpoint,
 )
+from tests.support.servers import serving
 
 SOON = 30.0
 
@@ -71,10 +72,11 @@ async def listener() -> AsyncIterator[tuple[str, list[bytes]]]:
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    address = format_endpoint(*server.sockets[0].getsockname())
-    async with server:
-        yield address, received
+    try:
+        async with serving(asyncio.start_server(accept, "127.0.0.1", 0)) as server:
+            address = format_endpoint(*server.sockets[0].getsockname())
+            yield address, received
+    finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,6 +26,7 @@ from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
 from tests.support.example_programs import free_port
+from tests.support.servers import serving
 from tests.support.two_ends import until
 
 SOON = 30.0
@@ -301,7 +302,7 @@ async def test_another_program_at_that_address(greeting: bytes, text: str) -> No
         writer.write(greeting)
         writer.close()
 
-    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+    async with serving(asyncio.start_server(greet, "127.0.0.1", 0)) as server:
         group = Group(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         exc = await failure(group.register(registration(1)))
         await group.close()
@@ -333,7 +334,7 @@ async def test_another_program_that_hangs_up() -> None:
     def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+    async with serving(asyncio.start_server(hang_up, "127.0.0.1", 0)) as server:
         group = Group(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         exc = await failure(group.register(registration(1), timeout=0.2))
         await group.close()
