@@ -12,10 +12,10 @@ object in a table of this module. torch counts only in a world whose workers are
 their first; in other worlds nothing counts.
 
 What a worker sends of another one's object, it lends. With a fork of torch's, the receiver would
-ask the owner and tell the sender, and its process is aborted some 10 s after one of them has died
-meanwhile. So the receiver borrows: its RRef is no fork of the owner's, and the sender keeps its own
-until it is told that the other one was dropped. A lender that dies leaves its fork behind, as torch
-does. (tests/integration/test_borrowed_rrefs.py)
+ask the owner and tell the sender. If one of them has died meanwhile, torch aborts the receiver's
+process some 10 s later. So the receiver borrows: its RRef is no fork of the owner's, and the sender
+keeps its own until it is told that the other one was dropped. A lender that dies leaves its fork
+behind, as torch does. (tests/integration/test_borrowed_rrefs.py)
 """
 
 import contextlib
