@@ -726,9 +726,8 @@ class Liar:
         self.gated = remote(RRef(self.gate))
         self.change: Callable[[Any], Any] | None = None
         self.base = 0  # number of the first of its calls
-        self._frame = session.frame
-        for module in (session, result_sender):
-            victim.patch.setattr(module, "frame", self.frame)
+        self._frame = result_sender.frame
+        victim.patch.setattr(result_sender, "frame", self.frame)
 
     def frame(self, kind: int, data: bytes) -> bytes:
         if kind == RESULTS and self.change is not None:
