@@ -366,6 +366,14 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
     return rref
 
 
+def take_back(data: Any, mode: SharingMode) -> None:
+    """Drop what `serialize_rref` has kept for a receiver that gets nothing."""
+    if data[4] >= _FIRST_LOAN:
+        _table.end_loan(data[4])
+    elif mode != PINNED and data[0] == data[5] == _table.worker_id:  # its owner has sent it
+        _cancel_fork(data)
+
+
 def rref_id(rref: "RRefBase[Any]") -> RRefId | None:
     """Return the id with which the owner finds the object, None if only torch finds it.
 

@@ -24,7 +24,7 @@ from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
 from .._torch.modules import reduce_module
-from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
+from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref, take_back
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
 from .blocks import share
 from .buffers import COPY_ON_LOOP, NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
@@ -234,11 +234,19 @@ class _ValuePickler(pickle.Pickler):
     def pack(self, value: Any) -> PickledValue:
         """Pickle a value, once; by value if it has to be."""
         try:
+            self._dump(value)
+        except BaseException:
+            for sent in self._rrefs.values():
+                take_back(*sent)
+            raise
+        return PickledValue(*self.parts.end(), self.without_graph)
+
+    def _dump(self, value: Any) -> None:
+        try:
             self.dump(value)
         except NotByName as exc:
             self.restart()
             dump_by_value(value, self.parts, self.reduce, exc)
-        return PickledValue(*self.parts.end(), self.without_graph)
 
     def restart(self) -> None:
         """Forget what was pickled."""

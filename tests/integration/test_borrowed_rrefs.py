@@ -26,6 +26,10 @@ def test_an_object_lives_as_long_as_what_was_borrowed(tmp_path: Path) -> None:
     play(tmp_path, "lives_as_long_as_what_was_borrowed")
 
 
+def test_what_is_not_sent_is_not_kept(tmp_path: Path) -> None:
+    play(tmp_path, "is_not_sent")
+
+
 @pytest.mark.slow
 def test_an_rref_that_goes_from_hand_to_hand(tmp_path: Path) -> None:
     play(tmp_path, "goes_from_hand_to_hand")

@@ -2,10 +2,12 @@
 
 import asyncio
 import gc
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
-from aiorpc_torch import WorkerLost, call, create, local_world, remote
+from aiorpc_torch import RRef, WorkerLost, call, create, local_world, remote
 from aiorpc_torch._torch import rrefs
 from aiorpc_torch.testing import frozen, kill
 
@@ -73,6 +75,24 @@ async def lives_as_long_as_what_was_borrowed() -> None:
         async with asyncio.timeout(SOON):
             while not await call("a", ended):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def is_not_sent() -> None:
+    """A value that cannot be pickled, after RRefs of this worker's objects and of another one's."""
+    async with local_world(["a", "b"]):
+        holder = await create("b", Holder)
+        for kind in (Ending, Slotted):
+            own, others = kind(), await create("a", kind)
+            unused = sys.getrefcount(own)
+            for given in (RRef(own), others):
+                try:
+                    await remote(holder).take([given, threading.Lock()])
+                except TypeError:
+                    del given
+                else:
+                    raise AssertionError("a lock was sent")
+            assert await lent() == 0
+            assert sys.getrefcount(own) == unused
 
 
 async def goes_from_hand_to_hand() -> None:
