@@ -68,7 +68,6 @@ class RRefTable:
         )
         self._is_closed = False
         self._lent: dict[int, RRefBase[Any]] = {}  # until the borrower has dropped its own
-        self._loans = itertools.count(_FIRST_LOAN)
         self._borrowed: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
             weakref.WeakValueDictionary()
         )
@@ -129,7 +128,7 @@ class RRefTable:
 
     def lend(self, rref: "RRefBase[Any]", data: Any) -> Any:
         """Keep an RRef of another worker's object for a receiver; return the data of its own."""
-        loan = next(self._loans)
+        loan = next(_loans)
         self._lent[loan] = rref
         return *data[:3], self.worker_id, loan, self.worker_id, data[6]
 
@@ -153,7 +152,7 @@ class RRefTable:
             # torch here takes it for a fork that the owner knows, and the owner ignores its end.
             found = RRefBase._deserialize((*data[:5], data[0], data[6]))
             weakref.finalize(found, self._return, lender, end).atexit = False
-            self._borrowed[rref_id] = found
+            found = self._borrowed.setdefault(rref_id, found)  # another thread may have borrowed it
         return found
 
     def _return(self, lender: int, end: tuple[Any, Any]) -> None:
@@ -204,6 +203,8 @@ NO_WORLD = -1
 
 _FIRST_LOAN = 1 << 62
 """The first number of a loan, in place of a fork's: those of torch count up from 0."""
+
+_loans = itertools.count(_FIRST_LOAN)  # of all worlds: the end of one may come in a later world
 
 
 def end_loan(loan: int) -> None:

@@ -229,14 +229,15 @@ class _ValuePickler(pickle.Pickler):
         super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
         self._given = tensors
         self.without_graph: type[Tensor] | None = None  # class of a tensor that loses its graph
-        self._rrefs: dict[int, Any] = {}  # sent by this pickle: each is forked once
+        # By `id`; each is forked or lent once, and lives as long as its `id` stands for it.
+        self._rrefs: dict[int, tuple[Any, Any]] = {}
 
     def pack(self, value: Any) -> PickledValue:
         """Pickle a value, once; by value if it has to be."""
         try:
             self._dump(value)
         except BaseException:
-            for sent in self._rrefs.values():
+            for _, sent in self._rrefs.values():
                 take_back(*sent)
             raise
         return PickledValue(*self.parts.end(), self.without_graph)
@@ -264,8 +265,8 @@ class _ValuePickler(pickle.Pickler):
             return self._reduce_tensor(obj)
         if isinstance(obj, RRefBase):
             if id(obj) not in self._rrefs:
-                self._rrefs[id(obj)] = serialize_rref(obj)
-            return read_rref, self._rrefs[id(obj)]
+                self._rrefs[id(obj)] = obj, serialize_rref(obj)
+            return read_rref, self._rrefs[id(obj)][1]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         if (own := OWN_REDUCTIONS.get(type(obj))) is not None:
