@@ -357,7 +357,7 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
     Raises:
         ReferenceError: if it is of an object of this worker that was freed, or its owner is lost.
     """
-    is_lent = data[4] >= _FIRST_LOAN
+    is_lent = _is_lent(data)
     if not is_lent:
         _check_owner(data[0])
     if mode == PINNED and data[0] == _table.worker_id:
@@ -369,7 +369,7 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
 
 def take_back(data: Any, mode: SharingMode) -> None:
     """Drop what `serialize_rref` has kept for a receiver that gets nothing."""
-    if data[4] >= _FIRST_LOAN:
+    if _is_lent(data):
         _table.end_loan(data[4])
     elif mode != PINNED and data[0] == data[5] == _table.worker_id:  # its owner has sent it
         _cancel_fork(data)
@@ -438,6 +438,10 @@ def _in_this_world(rref: "RRefBase[Any]") -> "RRefBase[Any]":
 
 def _id_in(data: Any) -> RRefId:
     return data[1], data[2]
+
+
+def _is_lent(data: Any) -> bool:
+    return bool(data[4] >= _FIRST_LOAN)
 
 
 def _cancel_fork(data: Any) -> None:

@@ -2,30 +2,13 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from aiorpc_torch import NotInWorld, RRef, create, remote
 from aiorpc_torch.testing import world
-from tests.support.actors import Counter, Holder
+from tests.support.actors import Counter, Holder, Slotted
 from tests.support.scripts import program, started
-
-
-class Slotted:
-    """An object without weak references, so only torch finds it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    async def add(self, amount: int) -> int:
-        self.value += amount
-        return self.value
-
-    async def me(self, rref: Any) -> bool:
-        return rref.is_owner() and rref.local_value() is self
 
 
 class Plain(Slotted):

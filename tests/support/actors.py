@@ -254,6 +254,22 @@ class Holder:
         return self.rref.local_value() is self
 
 
+class Slotted:
+    """An object without weak references, so only torch finds it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    async def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    async def me(self, rref: Any) -> bool:
+        return rref.is_owner() and rref.local_value() is self
+
+
 class Sleeper:
     """Waits on its loop."""
 

@@ -11,7 +11,7 @@ from aiorpc_torch import RRef, WorkerLost, call, create, local_world, remote
 from aiorpc_torch._torch import rrefs
 from aiorpc_torch.testing import frozen, kill
 
-from .actors import Counter, Holder
+from .actors import Counter, Holder, Slotted
 
 SOON = 60.0
 ABORT = 12.0  # seconds in which torch asks five times, and aborts the process then
@@ -27,19 +27,6 @@ class Ending:
 
     async def is_same(self, rref: Any) -> bool:
         return rref.is_owner() and rref.local_value() is self
-
-
-class Slotted:
-    """An object without weak references, so only torch finds it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    async def add(self, amount: int) -> int:
-        self.value += amount
-        return self.value
 
 
 async def ended() -> int:
