@@ -7,7 +7,7 @@ TORCH ?= torch
 EXTRAS ?= examples,test,bench,check,docs
 BIN := $(VENV)/bin
 comma := ,
-PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL = .ci/tests $(BIN)/python
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
 # Hundreds of processes start in the tests: none of them compiles the library anew.

@@ -53,20 +53,19 @@ async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
             rows = await rows_until(  # a busy machine may hold another one too, for a moment
                 lambda row: (row.name, row.state) == ("dead", "lost"),
                 lambda row: (row.name, row.state) == ("well", "ok"),
-                lambda row: row.state == "stopped" and row.cpu is not None,
-                lambda row: (row.name, row.function) == ("held", "Holder.hold"),
+                lambda row: (row.name, row.state) == ("stopped", "stopped") and row.cpu is not None,
+                lambda row: (row.state, row.function) == ("blocked", "Holder.hold"),
+                lambda row: [wait.worker for wait in row.waits] == ["held"],
             )
         finally:
             os.kill(pids["stopped"], signal.SIGCONT)
             free.touch()
         await holding
         found = {row.name: row for row in rows}
-        states = {name: row.state for name, row in found.items() if name != "main"}
-        assert states == {"held": "blocked", "stopped": "stopped", "dead": "lost", "well": "ok"}
-        assert found["held"].function == "Holder.hold"
-        assert "in Holder.hold" in found["held"].stack[0]
+        assert set(found) == {"main", *pids}
+        assert any("in Holder.hold" in line for line in found["held"].stack)
         assert (found["held"].pid, found["stopped"].pid) == (pids["held"], pids["stopped"])
-        assert [wait.worker for wait in found["main"].waits] == ["held"]
+        assert found["main"].waits
         assert found["well"].memory > 0
         assert [name for name, row in found.items() if row.is_coordinator] == ["main"]
 
