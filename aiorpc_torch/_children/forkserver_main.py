@@ -31,6 +31,11 @@ from .process_table import kill_left_by
 NUMBER = struct.Struct("q")
 MOST_DESCRIPTORS = 250  # of one message; the kernel takes 253
 STREAMS = (0, 1, 2)
+STARTS_CHILDREN = 87
+"""The exit code of a child in which the program starts children as it is imported.
+
+The parent says what is wrong. The traceback has 40 lines, and is that of each child.
+"""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -257,8 +262,14 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
     try:
         code = run()
     except BaseException as exc:
-        code = exit_code(exc)
+        code = STARTS_CHILDREN if _starts_children(exc) else exit_code(exc)
     end_process(code)
+
+
+def _starts_children(exc: BaseException) -> bool:
+    """Return whether multiprocessing refused to start a process while the program is imported."""
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    return frames[-1].f_code is spawn._check_not_importing_main.__code__  # type: ignore[attr-defined]
 
 
 def _seed() -> None:
