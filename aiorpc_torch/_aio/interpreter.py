@@ -40,7 +40,6 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (process, "BaseProcess._Popen"),
     (resource_tracker, "_resource_tracker._fd"),
     (resource_tracker, "_resource_tracker._pid"),
-    (spawn, "_check_not_importing_main"),
     (spawn, "_main"),
     (util, "_args_from_interpreter_flags"),
     (popen_fork, "Popen._launch"),

@@ -262,14 +262,10 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
     try:
         code = run()
     except BaseException as exc:
-        code = STARTS_CHILDREN if _starts_children(exc) else exit_code(exc)
+        # multiprocessing refuses to start a process while the program is imported.
+        is_refused = isinstance(exc, RuntimeError) and "bootstrapping phase" in str(exc)
+        code = STARTS_CHILDREN if is_refused else exit_code(exc)
     end_process(code)
-
-
-def _starts_children(exc: BaseException) -> bool:
-    """Return whether multiprocessing refused to start a process while the program is imported."""
-    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
-    return frames[-1].f_code is spawn._check_not_importing_main.__code__  # type: ignore[attr-defined]
 
 
 def _seed() -> None:

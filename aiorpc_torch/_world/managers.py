@@ -17,6 +17,7 @@ from .._aio.own_frames import has_user_frames, without_own_frames
 from .._aio.tasks import StepContext
 from .._endpoint import entry_points
 from .._handles.mistakes import AsyncOnly
+from ..errors import RpcError
 
 P = ParamSpec("P")
 W = TypeVar("W")
@@ -94,8 +95,9 @@ class _WorldInThread(contextlib._GeneratorContextManager[W]):
             raise TypeError("in_thread() is synchronous: call its `__exit__(None, None, None)`")
 
 
-_MISTAKES = (TypeError, ValueError, RuntimeError)
-"""What a start raises for wrong arguments, or in a process that is in a world already."""
+_MISTAKES = (TypeError, ValueError, RuntimeError, RpcError)
+"""What a start raises for wrong arguments, in a process that is in a world already, or for workers
+that do not start."""
 
 
 def _hide_own_frames(exc: Exception) -> None:

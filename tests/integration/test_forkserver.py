@@ -380,14 +380,18 @@ async def test_a_frozen_server_holds_up_no_world(when: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_without_its_guard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["aiorpc.run_local(main, 2)", "asyncio.run(enter())"])
+def test_a_script_without_its_guard(tmp_path: Path, way: str) -> None:
     """Its start ends at once, and says what is wrong; its children print nothing."""
     path = program(
         tmp_path,
-        """
+        f"""
         async def main(me):
             pass
-        aiorpc.run_local(main, 2)
+        async def enter():
+            async with aiorpc.local_world(1):
+                pass
+        {way}
         """,
     )
     done = run(path)
