@@ -98,6 +98,9 @@ class LazyCall(Coroutine[Any, Any, R]):
             text = f"<{self.__name__}> was used in place of its result: `await` it first"
             raise TypeError(text)
 
+        def __format__(self, spec: str) -> str:
+            return self._refuse_use() if spec else str(self)
+
         def __bool__(self) -> bool:
             return True  # as any coroutine: an event loop may ask
 

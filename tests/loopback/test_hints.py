@@ -192,6 +192,7 @@ USES: list[Callable[[Any], object]] = [
     lambda made: made @ torch.ones(2),
     lambda made: made < 0.5,
     lambda made: made[0],
+    "{:.2f}".format,
     len,
     float,
     torch.relu,
