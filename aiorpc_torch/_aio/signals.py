@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+log = logging.getLogger("aiorpc_torch")
 
 
 @contextlib.contextmanager
@@ -86,6 +89,7 @@ def _sigterm_cancels(on_stop: Callable[[], object]) -> Iterator[None]:
         if was_received:  # a second one must not end the program's own clean-up
             return
         was_received = True
+        log.info("SIGTERM: process %d ends its block, and leaves its world", os.getpid())
         on_stop()
         if task is not None:
             task.cancel("SIGTERM")

@@ -59,6 +59,11 @@ class BatchFunction:
         target = None if device is None else torch.device(device)
         self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
+        if not is_method and parameters and parameters[0].name == "self":
+            raise TypeError(
+                f"{self.name} is hidden from its class by a decorator above @batched: write "
+                "@batched above that one"
+            )
         self._signature = inspect.Signature(parameters)
         self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.positional = len(parameters) if not self._keywords else -1

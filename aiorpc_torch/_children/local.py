@@ -336,6 +336,7 @@ def _names(workers: int | Sequence[str], *, first: int) -> list[str]:
 
 def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
+    check_type("max_restarts", options["max_restarts"], int)  # None is of the other worlds
     exports, factory = options["exports"], options["loop_factory"]
     options["exports"] = None if exports is None else checked_exports(exports)
     options["loop_factory"] = new_event_loop if factory is None else factory

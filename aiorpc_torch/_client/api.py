@@ -572,7 +572,7 @@ def _no_rref(value: Any) -> TypeError:
     if isinstance(value, list | tuple):
         return TypeError(_NO_GROUP)
     return TypeError(
-        "rref must be an RRef, as create() or torch returns it, got "
+        "rref must be an RRef, as create() returns it, or its caller's RRef(x) of an object x, got "
         f"{described(value)}{await_hint(value)}{_call_hint(value)}"
     )
 

@@ -320,7 +320,9 @@ class _Running(MemberCalls):
         """Raise GroupError if a member has failed."""
         if self.failures:
             exceptions = [self.failures[position] for position in sorted(self.failures)]
+            first = f"{type(exceptions[0]).__name__}: {exceptions[0]}".partition("\n")[0]
             text = f"{self.name}: {len(exceptions)} of {len(self.members)} members failed"
+            text = f"{text}; the first: {first}"
             raise GroupError(text, exceptions, self.results)
 
 

@@ -45,8 +45,8 @@ async def lookup(name: str, *, on: WorkerRef | None = None) -> RRef[Any]:
     worker = None if on is None else pool.find(on)
     # Which worker would register the object is unknown, so its death ends no lookup.
     level = logging.WARNING if due is None else logging.DEBUG
-    where = "" if worker is None else f" on worker {worker!r}"
-    text = f"the lookup of {name!r}{where} waits until it is registered there"
+    who = "a living worker" if worker is None else f"worker {worker!r}"
+    text = f"the lookup of {name!r} waits until {who} registers it"
     with announced(text, level, LOG_DELAY):
         if worker is None:
             return await _find_anywhere(name, due)

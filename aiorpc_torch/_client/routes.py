@@ -126,9 +126,9 @@ class Route:
         return destination or self._destination(found)
 
     def _late(self, worker: str, seconds: float) -> CallTimeout:
-        method, after = call_name(self._target), in_seconds(max(seconds, 0.0))
-        text = f"{method} on worker {worker!r} timed out after {after}"
-        text = f"{text}, while its worker was awaited; it was not sent"
+        method, for_ = call_name(self._target), in_seconds(max(seconds, 0.0))
+        text = f"{method} on worker {worker!r} timed out: that worker was awaited for {for_}"
+        text = f"{text}; the call was not sent. If it hangs, `await me.restart({worker!r})`"
         return CallTimeout(text, worker=worker, method=method, may_have_run=False)
 
     def failed(self, exc: BaseException) -> bool:

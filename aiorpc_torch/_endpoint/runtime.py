@@ -130,9 +130,10 @@ def warn_if_switch_is_void(function: Any) -> None:
         function = getattr(function, "__wrapped__", None)
         if is_switched and runs_on_loop(function):
             warnings.warn(
-                f"{function.__qualname__} is an `async def`, on which torch's decorators no_grad, "
-                "inference_mode and autocast have no effect: write `with torch.no_grad():` around "
-                "the lines that compute, without an `await` among them",
+                f"{function.__qualname__} is an `async def` or `@batched`, on which torch's "
+                "decorators no_grad, inference_mode and autocast have no effect: write "
+                "`with torch.no_grad():` around the lines that compute, without an `await` among "
+                "them",
                 stacklevel=2,
             )
             return

@@ -57,6 +57,11 @@ BACKGROUND = """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 """
 
+LOGGED = """
+    import logging
+    logging.basicConfig(level="INFO")
+"""
+
 UVLOOP = """
     import uvloop  # in the children too: they run the file
     asyncio.events.new_event_loop = uvloop.new_event_loop
@@ -79,7 +84,7 @@ def test_sigterm_is_graceful(tmp_path: Path, whom: str, how: str) -> None:
 
     A script's background process ignores Ctrl-C, so SIGTERM is the only way to stop it.
     """
-    with started(program(tmp_path, how + PATIENT)) as parent:
+    with started(program(tmp_path, LOGGED + how + PATIENT)) as parent:
         found = processes(parent)
         start = time.monotonic()
         (os.killpg if whom == "all" else os.kill)(parent.pid, signal.SIGTERM)
@@ -88,6 +93,7 @@ def test_sigterm_is_graceful(tmp_path: Path, whom: str, how: str) -> None:
         assert all_gone(found)
     assert took < 2.0 + SLACK
     assert parent.returncode == 143
+    assert f"SIGTERM: process {parent.pid} ends its block" in errors  # else its log just stops
     assert "Traceback" not in errors
     assert "terminate" not in errors
 

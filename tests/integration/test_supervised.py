@@ -186,7 +186,7 @@ async def test_deadlines_and_cancellations_of_waiting_calls(file: Path) -> None:
 
 
 async def late(awaitable: Any) -> None:
-    with pytest.raises(CallTimeout, match="its worker was awaited") as raised:
+    with pytest.raises(CallTimeout, match="that worker was awaited") as raised:
         await awaitable
     check_late(raised.value)
 

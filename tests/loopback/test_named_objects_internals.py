@@ -22,5 +22,5 @@ async def test_a_lookup_tells_what_it_waits_for(
     aiorpc.register("late", Node(1))
     await looking
     [record] = caplog.records
-    text = "the lookup of 'late' on worker 'main' waits until it is registered there"
+    text = "the lookup of 'late' waits until worker 'main' registers it"
     assert (record.levelname, record.getMessage()) == ("WARNING", text)

@@ -101,6 +101,21 @@ async def test_decorators_around_batched() -> None:
         assert await call("main", triple, 1) == 3
 
 
+class Agent:
+    @torch.no_grad()
+    @batched(max_size=2, stack=True)
+    def act(self, states: Tensor) -> Tensor:
+        return states
+
+
+async def test_a_decorator_around_a_batched_method() -> None:
+    with (
+        pytest.warns(UserWarning, match=r"act is .*`@batched`, on which"),
+        pytest.raises(TypeError, match="write @batched above"),
+    ):
+        await remote(RRef(Agent())).act(torch.ones(2))
+
+
 async def test_decorators_that_have_their_effect() -> None:
     model = RRef(Model())
     assert not await remote(model).plain()

@@ -20,6 +20,8 @@ from tests.support.sources import parse
 
 REFERENCE = guides.DOCS / "reference"
 WAYS_IN = ["worker", "local_world", "run_local", "attach"]
+# Which workers there are, and where they meet: no defaults that a program would look up.
+OF_A_WORKER = {"name", "rank", "world_size", "init_method", "workers", "main", "args"}
 
 
 GUIDES = [guides.DOCS / "migrate.md", *sorted((guides.DOCS / "guides").glob("*.md"))]
@@ -97,9 +99,12 @@ def test_defaults_of_worlds(name: str) -> None:
     """The table of worlds has the functions as columns."""
     position = 1 + WAYS_IN.index(name)
     parameters = inspect.signature(getattr(aiorpc_torch, name)).parameters
+    listed = set[str]()
     for cells in rows(REFERENCE / "defaults.md", "Worlds"):
-        found = parameters.get(cells[0].strip("`"))
-        assert cells[position] == ("–" if found is None else repr(found.default)), cells[0]
+        listed.add(given := cells[0].strip("`"))
+        found = parameters.get(given)
+        assert cells[position] == ("–" if found is None else repr(found.default)), given
+    assert set(parameters) - listed <= OF_A_WORKER
 
 
 @pytest.mark.parametrize("heading", ["Calls", "Batches", "Training", "Metrics"])

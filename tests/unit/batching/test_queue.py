@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -975,6 +976,27 @@ async def test_a_method_called_without_an_instance() -> None:
     """`Agent.select()` says that it wants one."""
     with pytest.raises(TypeError, match=r"Named\.who is a method: call it on an instance"):
         Named.who()
+
+
+def passed_through(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Hidden:
+    @passed_through
+    @batched(max_size=2)
+    async def who(self, xs: list[int]) -> list[int]:
+        return xs
+
+
+async def test_a_method_under_another_decorator() -> None:
+    """Its object is no item: the error says which decorator comes first."""
+    with pytest.raises(TypeError, match=r"Hidden\.who is hidden .*: write @batched above"):
+        Hidden().who(1)
 
 
 # ── tasks that are cancelled from outside ───────────────────────────────────────────────────────

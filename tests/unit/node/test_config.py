@@ -40,6 +40,10 @@ WORLDS: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": 0, "max_restarts": "1"},
         "max_restarts must be an int, got '1'",
     ),
+    "without a number": (
+        {"workers": 0, "max_restarts": None},
+        "max_restarts must be an int, got None",
+    ),
     "fewer": ({"workers": 0, "max_restarts": -1}, "max_restarts must be at least 0, got -1"),
     "renamed": ({"workers": 0, "restart": 1}, "restart= is called max_restarts="),
     "unknown": ({"workers": 0, "restrt": 1}, "unexpected keyword argument 'restrt'$"),
