@@ -37,6 +37,9 @@ from .stream_reader import StreamReader
 
 R = TypeVar("R")
 
+OF_OTHERS = frozenset(("remote", "options", "rpc_sync", "rpc_async", "call", "call_one"))
+"""What other libraries call between an object or a method and its arguments."""
+
 ALREADY_AWAITED = "this call was awaited already: make a new one"
 
 
@@ -90,7 +93,9 @@ class LazyCall(Coroutine[Any, Any, R]):
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("_"):
+            if (what := self._what()) in OF_OTHERS:
+                text = f"there is no '{what}()' here: write `await remote(rref).{name}(...)`"
+            elif not name.startswith("_"):
                 text += f": `await` <{self.__name__}> first, it gives the result"
             raise AttributeError(text, name=name, obj=self)
 

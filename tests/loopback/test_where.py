@@ -1,6 +1,7 @@
 """`where()`: the lines at which calls stand, in a world of one."""
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import re
@@ -73,6 +74,19 @@ class Service:
         async with self.lock:
             await self.gate.passed()
 
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        async with self.lock:
+            yield
+
+    @contextlib.asynccontextmanager
+    async def with_gate(self) -> AsyncIterator[None]:
+        await self.gate.passed()
+        yield
+
+    def manager(self) -> "Manager":
+        return Manager(self)
+
     async def want(self) -> None:
         async with self.lock:
             pass
@@ -104,6 +118,17 @@ class Service:
         async with self.lock:
             await self.gate.passed()
             await remote(other).want()
+
+
+class Manager:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __aenter__(self) -> None:
+        await self._service.gate.passed()
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
 
 
 @exclusive
@@ -313,6 +338,35 @@ async def test_the_holder_of_a_lock(calls: Calls) -> None:
         "Lock.acquire()",
         "  the lock is held by Service.hold on worker 'main': see above",
     ]
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_lock_that_a_remote_block_holds(calls: Calls) -> None:
+    """It tells whose `async with` has entered the context manager that has the lock."""
+    _, rref = calls.service()
+    async with remote(rref).held():
+        calls.make(remote(rref).want())
+        found = without_ages(await until_stands("waits for a lock"))
+    assert found[-1] == "  the lock is held by Service.held on worker 'main': see above"
+    assert (
+        "Service.held on worker 'main': is held by an `async with` of worker 'main' at "
+        f"{line_of(Service.held, 'yield')}"
+    ) in found
+
+
+@pytest.mark.promise("standing.where")
+@pytest.mark.parametrize("kind", ["manager", "with_gate"])
+async def test_a_context_manager_of_a_class(calls: Calls, kind: str) -> None:
+    """While it is entered it waits by itself, and then for its caller."""
+    service, rref = calls.service()
+    block = getattr(remote(rref), kind)()
+    entering = asyncio.ensure_future(block.__aenter__())
+    await service.gate.entered()
+    await until_stands(f"Service.{kind} on worker 'main', ", "waits at ")
+    await service.gate.open()
+    await entering
+    await until_stands("is held by an `async with` of worker 'main'")
+    await block.__aexit__(None, None, None)
 
 
 @pytest.mark.promise("standing.deadlock")
