@@ -25,6 +25,7 @@ from .._aio.items import ItemIterator, has_passed
 from .._aio.own_frames import without_own_frames
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
+from .._wire.ancestry import running_call
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
@@ -212,6 +213,8 @@ class RemoteCall(LazyCall[Any]):
         due, bound = self._bounds(connection)
         reader = connection.stream(self._target, self._arguments, bound)
         reader.enters, timer = enters, None
+        if enters:
+            reader.entered_by = running_call()
         if due is not None:  # of its own: the stream may outlive the block of the deadline
             left = due - time.monotonic()
             timer = ForeseenTimer(left, partial(foresee, reader), partial(expire, reader))

@@ -59,6 +59,7 @@ class Subject:
         futures: those that it waits for.
         awaits: which of the calls that it has made it waits for: those of `futures` (None), all
             (True), or perhaps all, if none is of `futures` (False).
+        is_entered: whether it is a context manager that its caller's `async with` has entered.
         holders: what it waits for here: the reason, whether that is certain, and what has it.
     """
 
@@ -72,6 +73,7 @@ class Subject:
     call_key: CallKey | None = None
     futures: Sequence[Any] = ()
     awaits: bool | None = None
+    is_entered: bool = False
     holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
 
     def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> CallNode:
@@ -110,6 +112,13 @@ class View:
             state = "waits for its tensors, which torch RPC brings"
         key = key_of(session.key, number)
         return Subject(key, "", session.caller, 0.0, state)
+
+    def of_key(self, key: CallKey | None) -> Subject | None:
+        """Return the subject of the call with that key in the contexts of what it calls."""
+        for call in self._calls if key is not None else ():
+            if call.session is not None and (call.session.key, call.number) == key:
+                return self.of_call(call)
+        return None
 
     def of_call(self, call: ServerCall) -> Subject:
         """Return the subject of a call."""
@@ -217,6 +226,7 @@ class View:
                 self._wait_for_turn(found, chain.frames[-1].f_locals["turn"])
             elif _is_entered(chain):
                 found.state = f"is held by an `async with` of worker {found.caller!r}"
+                found.is_entered = True
             elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
                 found.holders += self._batches_before(queued)
             elif (frame := self._thread_of(chain)) is not None:

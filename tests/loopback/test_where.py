@@ -79,6 +79,10 @@ class Service:
         async with self.lock:
             yield
 
+    async def enters(self, other: Any) -> None:
+        async with remote(other).held():
+            await self.gate.passed()
+
     @contextlib.asynccontextmanager
     async def with_gate(self) -> AsyncIterator[None]:
         await self.gate.passed()
@@ -352,6 +356,23 @@ async def test_a_lock_that_a_remote_block_holds(calls: Calls) -> None:
         "Service.held on worker 'main': is held by an `async with` of worker 'main' at "
         f"{line_of(Service.held, 'yield')}"
     ) in found
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_the_call_whose_remote_block_holds_a_lock(calls: Calls) -> None:
+    service, rref = calls.service()
+    _, other = calls.service()
+    calls.make(remote(rref).enters(other))
+    await service.gate.entered()
+    calls.make(remote(other).want())
+    found = await until_stands("waits for a lock", "the `async with` is in Service.enters on ")
+    want = next(each for each in found if each.method == "Service.want")
+    (held,) = want.waits_for
+    (enters,) = held.waits_for
+    assert [(each.reason, each.is_certain) for each in (held, enters)] == [
+        ("lock", True),
+        ("block", True),
+    ]
 
 
 @pytest.mark.promise("standing.where")
