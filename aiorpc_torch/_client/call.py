@@ -38,9 +38,6 @@ from .stream_reader import StreamReader
 
 R = TypeVar("R")
 
-OF_OTHERS = frozenset(("remote", "options", "rpc_sync", "rpc_async", "call", "call_one"))
-"""What other libraries call between an object or a method and its arguments."""
-
 ALREADY_AWAITED = "this call was awaited already: make a new one"
 
 
@@ -94,10 +91,12 @@ class LazyCall(Coroutine[Any, Any, R]):
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if (what := self._what()) in OF_OTHERS:
-                text = f"there is no '{what}()' here: write `await remote(rref).{name}(...)`"
-            elif not name.startswith("_"):
-                text += f": `await` <{self.__name__}> first, it gives the result"
+            if not name.startswith("_"):
+                what = self._what()
+                if what in _OF_TORCH:
+                    text = f"there is no '{what}()' here: write `await remote(rref).{name}(...)`"
+                else:
+                    text += f": `await` <{self.__name__}> first, it gives the result"
             raise AttributeError(text, name=name, obj=self)
 
         def __iter__(self) -> NoReturn:
@@ -276,6 +275,9 @@ async def create_object(
 
 _FAILURES = frozenset((RemoteFailure, CallAborted))
 
+
+_OF_TORCH = frozenset(("rpc_sync", "rpc_async", "remote"))
+"""What torch calls between an RRef and a method of its object."""
 
 _NONE = "takes no arguments"
 _HINTS = {

@@ -13,7 +13,7 @@ from torch.distributed.rpc import RRef
 
 from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
-from .call import OF_OTHERS, RemoteCall
+from .call import RemoteCall
 from .group import Group
 from .group_call import GroupCall
 from .named_members import NamedMembers
@@ -93,7 +93,7 @@ class RemoteMethod(partial[Any]):
             name = _name_of(self)
             if part.startswith("_"):
                 text = f"{type(self).__name__!r} object has no attribute {part!r}"
-            elif part in OF_OTHERS:
+            elif part in _OF_OTHERS:
                 text = f"there is no '.{part}' here: write `await remote(rref).{name}(...)`"
             else:
                 text = f"'{name}.{part}' is not a method. {_PARTS}"
@@ -104,6 +104,8 @@ _PARTS = (
     "remote() reaches methods of the object, not of its parts: write a function of the object, "
     "`def f(obj, x): ...`, and `await call(rref, f, x)`"
 )
+_OF_OTHERS = frozenset(("remote", "options", "rpc_sync", "rpc_async", "call", "call_one"))
+"""What other libraries call between a method and its arguments."""
 
 
 def _name_of(method: RemoteMethod) -> str:

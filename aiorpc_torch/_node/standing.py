@@ -110,8 +110,9 @@ class Tracing:
                 continue
             subject = self._view.of_key(getattr(each.receiver, "entered_by", None))
             if subject is not None:
+                is_certain = len(subject.futures) <= 1  # else another task may have the block
                 path, limits = (*question.path,), question.limits
-                return await self._of_subject(subject, 0, "", True, path, limits)
+                return await self._of_subject(subject, 0, "", is_certain, path, limits)
         return []
 
     async def _of_subject(
@@ -176,7 +177,7 @@ async def _asked_block(key: Key, path: Sequence[Key], limits: Limits, depth: int
     except Exception as exc:  # it is gone, or blocked
         log.debug("it is not known where a block of %r stands: %r", caller, exc)
         return []
-    return [each.below(depth, BLOCK, is_certain=True) for each in found]
+    return [each.below(depth, BLOCK, is_certain=each.is_certain) for each in found]
 
 
 async def _joined(answers: "Iterable[Coroutine[Any, Any, list[CallNode]]]") -> list[CallNode]:

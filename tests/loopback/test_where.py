@@ -83,6 +83,11 @@ class Service:
         async with remote(other).held():
             await self.gate.passed()
 
+    async def enters_and_wants(self, other: Any) -> None:
+        entering = asyncio.ensure_future(self.enters(other))
+        await self.gate.entered()
+        await asyncio.gather(entering, remote(other).want())
+
     @contextlib.asynccontextmanager
     async def with_gate(self) -> AsyncIterator[None]:
         await self.gate.passed()
@@ -373,6 +378,20 @@ async def test_the_call_whose_remote_block_holds_a_lock(calls: Calls) -> None:
         ("lock", True),
         ("block", True),
     ]
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_call_that_holds_and_wants_a_lock_in_two_tasks(calls: Calls) -> None:
+    """It is no deadlock for sure: the block may end by itself."""
+    service, rref = calls.service()
+    other, other_rref = calls.service()
+    calls.make(remote(rref).enters_and_wants(other_rref))
+    await service.gate.entered()
+    found = await until_stands("waits for a lock", "deadlock, ")
+    assert "perhaps a deadlock, " in str(found)
+    await service.gate.open()
+    async with other.lock:
+        pass
 
 
 @pytest.mark.promise("standing.where")
