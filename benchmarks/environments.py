@@ -1,6 +1,7 @@
 """How many steps of environments in a second, by how long a step takes?
 
-64 environments, whose step computes for some microseconds, and a policy of two layers. Ways:
+64 environments, whose step computes for some microseconds of processor time, and a policy of two
+layers. Ways:
 
 - `SyncVectorEnv(64)` of gymnasium, in the process of the policy;
 - `AsyncVectorEnv(64)` of gymnasium: a process for each environment;
@@ -37,7 +38,7 @@ SECONDS = 2.0  # of each measurement
 
 
 class Busy(gymnasium.Env[Any, Any]):
-    """An environment whose step computes for so many microseconds."""
+    """An environment whose step takes so many microseconds of processor time."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -49,8 +50,8 @@ class Busy(gymnasium.Env[Any, Any]):
         return self.state, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        end = time.perf_counter() + self.seconds
-        while time.perf_counter() < end:
+        end = time.thread_time() + self.seconds  # or those that share a core would be free
+        while time.thread_time() < end:
             pass
         return self.state, 0.0, False, False, {}
 

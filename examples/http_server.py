@@ -10,6 +10,7 @@ requests, and restarts the workers meanwhile.
 
 import argparse
 import asyncio
+import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 import aiorpc_torch as aiorpc
 
 LETTERS = "abcdefgh "
+
+log = logging.getLogger(__name__)
 
 Restart = Callable[[], Coroutine[Any, Any, None]]
 
@@ -88,7 +91,7 @@ class Front:
             await response.write(first.encode())
             async for letter in letters:  # a client that leaves ends the generator
                 await response.write(letter.encode())
-        except aiorpc.RpcError:  # too late for a status: the client sees that the rest is missing
+        except aiorpc.RpcError:  # a second response, of a status, would leave the client waiting
             assert request.transport is not None
             request.transport.abort()
         return response
@@ -100,7 +103,8 @@ async def errors_as_statuses(request: web.Request, handler: Any) -> web.StreamRe
     try:
         return await handler(request)  # type: ignore[no-any-return]
     except TimeoutError as exc:
-        raise web.HTTPGatewayTimeout(text=str(exc)) from exc
+        log.warning("%s: %s", request.path, exc)  # not for clients: it has lines of this program
+        raise web.HTTPGatewayTimeout from exc
     except (aiorpc.QueueFull, aiorpc.NoMembers, aiorpc.WorkerGone) as exc:
         headers = {"Retry-After": "1"}
         raise web.HTTPServiceUnavailable(text=str(exc), headers=headers) from exc

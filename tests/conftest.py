@@ -1,6 +1,7 @@
 """What every test of ours gets beside the plugin's fixtures: hypothesis's profiles, and no leak."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -89,11 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = relative_path(item).parts[0]
         if folder in TIERS:
             item.add_marker(TIERS[folder])
-        if (
-            folder in SLOW
-            or (folder == "integration" and "uvloop" in item.name)
-            or item.get_closest_marker("exhaustive")
-        ):
+        if folder in SLOW or "uvloop" in item.name or item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
 
 
@@ -116,6 +113,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.obtain(["tests.support.preloaded"])
     if any(relative_path(item).parts[0] == "loopback" for item in session.items):
         asyncio.run(_enter_and_leave())
+    gc.collect()
+    gc.freeze()  # many tests collect garbage: torch and all tests take no part, nor again in worlds
 
 
 async def _enter_and_leave() -> None:

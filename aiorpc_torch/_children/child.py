@@ -34,6 +34,7 @@ from .._world.worker import run_worker
 from ..errors import WorkerLost
 from .child_logs import ChildOutput, Outputs, use_outputs
 from .forkserver import UNKNOWN_CODE, ForkedProcess
+from .forkserver_main import STARTS_CHILDREN
 from .process_table import (
     is_exiting,
     kill_descendants,
@@ -65,6 +66,11 @@ def describe_exit(code: int | None) -> str:
     """Return the text for the exit code of a process; None: it has closed its pipe and runs."""
     if code is None:
         return "its process has closed the pipe to its parent"
+    if code == STARTS_CHILDREN:
+        return (
+            "it imports this program, which starts a world then: put that behind "
+            '`if __name__ == "__main__":`'
+        )
     if code >= 0:
         return f"its process ended with exit code {code}"
     try:

@@ -31,6 +31,11 @@ from .process_table import kill_left_by
 NUMBER = struct.Struct("q")
 MOST_DESCRIPTORS = 250  # of one message; the kernel takes 253
 STREAMS = (0, 1, 2)
+STARTS_CHILDREN = 87
+"""The exit code of a child in which the program starts children as it is imported.
+
+The parent says what is wrong. The traceback has 40 lines, and is that of each child.
+"""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -257,7 +262,9 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
     try:
         code = run()
     except BaseException as exc:
-        code = exit_code(exc)
+        # multiprocessing refuses to start a process while the program is imported.
+        is_refused = isinstance(exc, RuntimeError) and "bootstrapping phase" in str(exc)
+        code = STARTS_CHILDREN if is_refused else exit_code(exc)
     end_process(code)
 
 

@@ -87,7 +87,7 @@ class LazyCall(Coroutine[Any, Any, R]):
     def __name__(self) -> str:  # for the repr of a task
         return f"call of {self._what()}"
 
-    if not TYPE_CHECKING:  # type checkers report both mistakes themselves
+    if not TYPE_CHECKING:  # type checkers report these mistakes themselves
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -98,6 +98,25 @@ class LazyCall(Coroutine[Any, Any, R]):
                 else:
                     text += f": `await` <{self.__name__}> first, it gives the result"
             raise AttributeError(text, name=name, obj=self)
+
+        def _refuse_use(self, *_: Any) -> NoReturn:
+            text = f"<{self.__name__}> was used in place of its result: `await` it first"
+            raise TypeError(text)
+
+        def __format__(self, spec: str) -> str:
+            return self._refuse_use() if spec else str(self)
+
+        def __bool__(self) -> bool:
+            return True  # as any coroutine: an event loop may ask
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_use
+        __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = _refuse_use
+        __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __len__ = __float__ = _refuse_use
+
+        @classmethod
+        def __torch_function__(cls, function: Any, _: Any, *arguments: Any) -> NoReturn:
+            name = getattr(function, "__name__", "a function of torch")
+            raise TypeError(f"{name}() got a remote call in place of its result: `await` it first")
 
         def __iter__(self) -> NoReturn:
             raise TypeError(

@@ -135,7 +135,8 @@ def how_to_leave() -> str:
         return "call rpc.shutdown() first"
     if here.manager is None:  # in `run_local`
         return "leave it first"
-    return f"leave it first (in a notebook: `{here.manager.leave_text}`)"
+    way = here.manager.leave_text
+    return f"leave it first (in a notebook: `{way}`, where `me` is what its entry returned)"
 
 
 def current() -> Node | None:

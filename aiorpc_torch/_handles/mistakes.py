@@ -2,12 +2,11 @@
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from .._torch.compat import RRefBase
-from .._wire.exceptions import try_add_note
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,8 +32,19 @@ class OnlyIterated:
             raise TypeError(f"{self!r} cannot be iterated with `for`: write `async for`")
 
 
+def check_not_entered(manager: Any) -> None:
+    """Raise RuntimeError if a context manager of a generator, which is for one block, was used."""
+    if "args" not in vars(manager):  # CPython deletes it as the block begins (3.11 to 3.14)
+        name = manager.gen.__name__
+        raise RuntimeError(f"this {name}() was entered before: call {name}(...) again")
+
+
 class AsyncOnly(contextlib._AsyncGeneratorContextManager[T]):  # private to CPython (3.11 to 3.14)
     """An asynchronous context manager that says so in a plain `with`, or to an `__exit__`."""
+
+    async def __aenter__(self) -> T:
+        check_not_entered(self)
+        return await super().__aenter__()
 
     if not TYPE_CHECKING:  # type checkers report the mistake themselves
 
@@ -60,25 +70,18 @@ def async_only(
     return make
 
 
-def note_rref(exc: BaseException) -> None:
-    """Add the remedy to the error of a method that was looked up on an RRef itself."""
-    if isinstance(exc, AttributeError) and isinstance(exc.obj, RRefBase):
-        name = exc.name
-        try_add_note(
-            exc,
-            f"(this is an RRef: write `await remote(rref).{name}()` for a method of its object, or "
-            f"`(await fetch(rref)).{name}` for a copy's attribute)",
+def _refuse_attribute_of_rref(rref: "RRefBase[Any]", name: str) -> NoReturn:
+    text = f"{type(rref).__name__!r} object has no attribute {name!r}"
+    if not name.startswith("_"):
+        text += (
+            f": write `await remote(rref).{name}()` for a method of the RRef's object, or "
+            f"`(await fetch(rref)).{name}` for a copy's attribute"
         )
+    raise AttributeError(text, name=name, obj=rref)
 
 
-@contextlib.contextmanager
-def mistakes_explained() -> Iterator[None]:
-    """Add the remedy to an error that leaves a world's block."""
-    try:
-        yield
-    except AttributeError as exc:
-        note_rref(exc)
-        raise
+# Torch's own class, which makes most RRefs. A notebook has no block that could explain its error.
+RRefBase.__getattr__ = _refuse_attribute_of_rref  # type: ignore[attr-defined]
 
 
 def refuse_attribute(obj: Any, name: str) -> NoReturn:

@@ -17,7 +17,6 @@ from .._aio.deadlines import set_deadline
 from .._aio.tasks import warn_if_blocking
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
-from .._handles.mistakes import note_rref
 from .._text import printable
 from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
@@ -280,7 +279,6 @@ class RpcCall(ServerCall):
 
     def fail(self, exc: BaseException) -> None:
         if self.number in self.session.calls:
-            note_rref(exc)
             failure = RemoteFailure.of(exc, self.worker)
             if self.why_lost is not None and isinstance(exc, asyncio.CancelledError):
                 # The caller was frozen, say: it has not cancelled the call, but lost it.

@@ -9,9 +9,11 @@ sender's own object.
 (tests/unit/wire/test_by_value.py)
 """
 
+import dis
 import functools
 import importlib
 import itertools
+import logging
 import os
 import pickle
 import re
@@ -19,11 +21,13 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
+
+log = logging.getLogger("aiorpc_torch")
 
 EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
 
@@ -36,6 +40,9 @@ Identity = tuple[bytes, int]
 
 NAMED = type, FunctionType
 """The types of objects that plain pickles hold by name."""
+
+
+WRAPPERS = classmethod, staticmethod
 
 
 class NotByName(pickle.PicklingError):
@@ -119,6 +126,8 @@ def _pickler_class(cloudpickle: Any) -> Any:
                 return self._reduce(obj)
             if not is_by_value(obj) and _resolves(obj):
                 return NotImplemented
+            if isinstance(obj, type):
+                _warn_of_old_copies(obj)
             return _with_identity(obj, super().reducer_override(obj))
 
     return ByValuePickler
@@ -157,6 +166,50 @@ def _with_identity(obj: Any, reduced: Any) -> Any:
     return restore, (_identity(obj), make, args), (set_state, state), None, None, restore_state
 
 
+def _warn_of_old_copies(cls: type) -> None:
+    """Warn if what the methods of a class use was defined again since a peer got the class.
+
+    A class is copied once to each peer, with the functions and classes that it uses.
+    """
+    uses = _uses(cls)
+    before = _objects.uses.get(cls, uses)
+    _objects.uses[cls] = uses  # one warning for each change
+    for name in uses.keys() & before.keys():
+        if uses[name] != before[name]:
+            log.warning(
+                "%s was defined again after %s, which uses it, was sent to a worker: workers that "
+                "have %s keep the old %s. Define %s again too, or restart them",
+                *(name, cls.__qualname__, cls.__qualname__, name, cls.__qualname__),
+            )
+
+
+def _uses(cls: type) -> dict[str, weakref.ref[Any]]:
+    """Return what travels by value of the globals of a class's methods, and of what these call."""
+    found: dict[str, weakref.ref[Any]] = {}
+    waiting = [*vars(cls).values()]
+    while waiting:
+        function = waiting.pop()
+        if isinstance(function, WRAPPERS) or hasattr(type(function), "__aiorpc_reduce__"):
+            function = function.__wrapped__  # of a `Batched`
+        if not isinstance(function, FunctionType):
+            continue
+        waiting.append(vars(function).get("__wrapped__"))
+        for name in _global_names(function.__code__):
+            value = function.__globals__.get(name)
+            if name not in found and isinstance(value, NAMED) and is_by_value(value):
+                found[name] = weakref.ref(value)
+                waiting.append(value)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> frozenset[str]:
+    steps = dis.get_instructions(code)
+    names = {each.argval for each in steps if each.opname == "LOAD_GLOBAL"}
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(names).union(*map(_global_names, inner))
+
+
 # ── received ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -169,6 +222,8 @@ class _Objects:
         self.identities: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
         self.own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.complete: weakref.WeakSet[Any] = weakref.WeakSet()  # own, and received classes
+        self.uses: weakref.WeakKeyDictionary[type, dict[str, weakref.ref[Any]]]
+        self.uses = weakref.WeakKeyDictionary()  # of classes that were sent
 
 
 _objects = _Objects()
@@ -199,6 +254,11 @@ def is_among(function: Any, others: Iterable[Any]) -> bool:
         return True
     known = _known_identity(function)
     return known is not None and any(_known_identity(each) == known for each in others)
+
+
+def came_by_value(cls: type) -> bool:
+    """Return whether a class has come by value, or would go so to others."""
+    return _known_identity(cls) is not None or is_by_value(cls)
 
 
 def _known_identity(obj: Any) -> Identity | None:

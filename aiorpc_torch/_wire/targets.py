@@ -11,7 +11,8 @@ from .._text import printable
 from .._torch.compat import CachedForward, RRefBase
 from .._torch.modules import python_function
 from .._torch.rrefs import RRefId, known_class
-from .by_value import is_among
+from .by_value import came_by_value, is_among
+from .exceptions import try_add_note
 from .plain import wire_text
 
 CALL = "__call__"
@@ -170,7 +171,16 @@ def public_method(obj: Any, name: str) -> Callable[..., Any]:
             if type(found) is not FunctionType:
                 _check_not_computed(found, f"{type(obj).__name__}.{name}")
             break
-    method = getattr(obj, name)
+    try:
+        method = getattr(obj, name)
+    except AttributeError as exc:
+        if came_by_value(type(obj)):
+            try_add_note(
+                exc,
+                "(an object keeps the class with which it was made: after a change of the class, "
+                "`create` the object again)",
+            )
+        raise
     if not callable(method):
         raise _no_method(f"{type(obj).__name__}.{name}", method)
     return method  # type: ignore[no-any-return]

@@ -22,7 +22,6 @@ from .._aio.watchdog import watchdog as ending_if_blocked
 from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
 from .._endpoint import entry_points
-from .._handles.mistakes import mistakes_explained
 from .._inspection.snapshot_socket import offered
 from .._node.attachments import LEAVING
 from .._node.config import NodeConfig, watchdog_seconds
@@ -110,7 +109,7 @@ async def attach(
     with offered(attached.node, init_method()), ending_if_blocked(config.watchdog):
         try:
             attached.enter(host, adopt_agent())
-            with forks_exit_here(), mistakes_explained():
+            with forks_exit_here():
                 leave = functools.partial(attached.drain, stop_timeout)
                 yield Worker._of(attached.node, _leave=leave)
         except BaseException:

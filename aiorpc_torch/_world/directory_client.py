@@ -393,14 +393,14 @@ class DirectoryClient:
         """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
         if isinstance(exc, Blocked):  # for all the time that was left
             text = f"no rank 0 at {self._meeting} within {self._timeout:g} s: {exc}"
-            raise WorldTimeout(text, [0]) from exc
+            raise WorldTimeout(text, [0]) from exc.with_traceback(None)
         if not self.remaining():
             reason = str(exc) or "what listens there does not answer"
             raise WorldTimeout(
                 f"no rank 0 at {self._meeting} within {self._timeout:g} s ({reason}). Check that "
                 f"rank 0 runs and that its address is reachable. {self._remedy()}",
                 [0],
-            ) from exc
+            ) from exc.with_traceback(None)  # its frames are ours, and its text is here
         await asyncio.sleep(RETRY_INTERVAL)
 
     def _remedy(self) -> str:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 from .._aio.own_frames import has_user_frames, without_own_frames
 from .._aio.tasks import StepContext
 from .._endpoint import entry_points
-from .._handles.mistakes import AsyncOnly
+from .._handles.mistakes import AsyncOnly, check_not_entered
+from ..errors import RpcError
 
 P = ParamSpec("P")
 W = TypeVar("W")
@@ -61,6 +62,9 @@ class _World(AsyncOnly[W]):
                 f"notebook `me = await {name}(...).__aenter__()`"
             )
 
+        def __getattr__(self, name: str) -> NoReturn:
+            _refuse_attribute(self, name, "async with {0}(...)", "await {0}(...).__aenter__()")
+
 
 @contextlib.contextmanager
 def _generators_hidden() -> Iterator[None]:
@@ -77,6 +81,7 @@ class _WorldInThread(contextlib._GeneratorContextManager[W]):
     leave_text = "me.world.__exit__(None, None, None)"
 
     def __enter__(self) -> W:
+        check_not_entered(self)
         try:
             me = super().__enter__()
         except _MISTAKES as exc:
@@ -93,9 +98,26 @@ class _WorldInThread(contextlib._GeneratorContextManager[W]):
         async def __aexit__(self, *_: object) -> NoReturn:
             raise TypeError("in_thread() is synchronous: call its `__exit__(None, None, None)`")
 
+        def __getattr__(self, name: str) -> NoReturn:
+            _refuse_attribute(self, name, "with {0}(...)", "{0}(...).__enter__()")
 
-_MISTAKES = (TypeError, ValueError, RuntimeError)
-"""What a start raises for wrong arguments, or in a process that is in a world already."""
+
+def _refuse_attribute(manager: Any, name: str, block: str, entry: str) -> NoReturn:
+    text = f"{type(manager).__name__!r} object has no attribute {name!r}"
+    if not name.startswith("_") and name not in _OF_CONTEXT_MANAGERS:
+        made = manager.gen.__name__
+        text += (
+            f", which is of its worker: write `{block.format(made)} as me`, or in a notebook "
+            f"`me = {entry.format(made)}`, and then `me.{name}`"
+        )
+    raise AttributeError(text, name=name, obj=manager)
+
+
+_OF_CONTEXT_MANAGERS = ("args", "kwds", "func", "gen")
+
+_MISTAKES = (TypeError, ValueError, RuntimeError, RpcError)
+"""What a start raises for wrong arguments, in a process that is in a world already, or for workers
+that do not start."""
 
 
 def _hide_own_frames(exc: Exception) -> None:

@@ -74,12 +74,18 @@ class WorkerThread(Generic[W]):
             args: arguments of the function.
 
         Raises:
-            RuntimeError: in the loop's own thread, which would wait for itself: use `await`.
+            RuntimeError: in the loop's own thread, which would wait for itself: use `await`. And
+                for a future of another event loop, as `asyncio.gather` makes it in a notebook.
             NotInWorld: if the block of `in_thread` is left before the end.
             TypeError: if it is neither awaitable nor callable, or an awaitable with arguments.
         """
         if not callable(what) and (args or not inspect.isawaitable(what)):
             raise TypeError(f"run() takes an awaitable, or a function and its arguments: {what!r}")
+        if asyncio.isfuture(what) and what.get_loop() is not self._waits.loop:
+            raise RuntimeError(
+                "run() got a future of another event loop: make the calls in an `async def "
+                "main()`, which may `gather` them, and write `run(main)`"
+            )
         running = _awaited(what, args)
         try:
             return self._waits.run(running)

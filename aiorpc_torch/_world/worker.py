@@ -20,7 +20,6 @@ from .._client.introduction import Introductions
 from .._directory.meeting import Meeting
 from .._directory.record import lease_for
 from .._endpoint import entry_points
-from .._handles.mistakes import mistakes_explained
 from .._inspection.dump import dump_on_signal
 from .._inspection.snapshot_socket import offered
 from .._node.config import OnFailure, WorkerConfig, watchdog_seconds
@@ -115,6 +114,8 @@ class Worker:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if instead := {"run": "await ...", "iterate": "async for ..."}.get(name):
                 text += f", which is of the worlds of in_thread(): write `{instead}` in this one"
+            elif name in ("close", "shutdown", "__aexit__", "__exit__") and self.world is not None:
+                text += f": to leave the world, write `{self.world.leave_text}`"
             raise AttributeError(text, name=name, obj=self)
 
     async def wait_for(self, peer: str) -> None:
@@ -522,7 +523,7 @@ async def _running(
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
                 node.membership.report_losses(interrupt)
-            with forks_exit_here(), mistakes_explained():
+            with forks_exit_here():
                 yield me
     except BaseException as exc:
         failure = describe_failure(exc)

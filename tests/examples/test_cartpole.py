@@ -22,6 +22,7 @@ from aiorpc_torch import call, testing
 from examples.cartpole import new_team, train
 
 
+@pytest.mark.slow
 def test_cartpole() -> None:
     """It trains for as long as it is told, says so every round, and sums up."""
     said = run("cartpole", "--seconds", "3").splitlines()

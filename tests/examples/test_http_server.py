@@ -1,5 +1,6 @@
 """The HTTP front as a user runs it: a rolling restart and a drain lose no request."""
 
+import asyncio
 import re
 import signal
 import threading
@@ -9,6 +10,11 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from aiorpc_torch import CallTimeout
+from examples import http_server
 from tests.support.example_programs import command, run, started, until, workers_of
 
 pytestmark = [pytest.mark.worlds, pytest.mark.slow]
@@ -39,3 +45,16 @@ def test_it_answers_what_it_has() -> None:
             assert len(first + answer.read()) == 2000
         _, errors = server.communicate(timeout=60)
         assert "Traceback" not in errors, errors
+
+
+def test_a_timeout_tells_the_client_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async def late(_: web.Request) -> web.StreamResponse:
+        raise CallTimeout("infer timed out, at models.py:27 in Model.infer")
+
+    async def answer() -> None:
+        await http_server.errors_as_statuses(make_mocked_request("GET", "/infer"), late)
+
+    with pytest.raises(web.HTTPGatewayTimeout) as raised:
+        asyncio.run(answer())
+    assert raised.value.text == "504: Gateway Timeout"
+    assert "models.py:27" in caplog.text

@@ -55,11 +55,12 @@ def agree(stages: Sequence[Sequence[Tensor]], whole: Sequence[Any]) -> None:
     torch.testing.assert_close(found, [*whole], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "micro"),
     [
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(2, 4, marks=pytest.mark.slow),
+        (2, 1),
+        (2, 4),
         (3, 5),
     ],
 )

@@ -29,7 +29,7 @@ LEFT = {  # to the rest
     "weights joined and recovered",
     "weights written into",
 }
-SAMPLE = 20  # steps in `make test` of a case, evenly spread
+SAMPLE = 10  # steps in `make test` of a case, evenly spread
 STARTING = 5  # the same of a case in which a world starts for each step
 LEAVING = 25  # the same in the rest, of a case on tensor sockets
 DIAGONALS = 4  # all steps of every fourth case are tried in `make test-rest`
@@ -66,12 +66,10 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_old_garbage() -> Iterator[None]:
+def _without_old_garbage() -> None:
     """A search collects garbage often: what is there already takes no part."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.timeout(120)

@@ -26,6 +26,7 @@ def test_an_object_lives_as_long_as_what_was_borrowed(tmp_path: Path) -> None:
     play(tmp_path, "lives_as_long_as_what_was_borrowed")
 
 
+@pytest.mark.slow
 def test_what_is_not_sent_is_not_kept(tmp_path: Path) -> None:
     play(tmp_path, "is_not_sent")
 

@@ -380,21 +380,26 @@ async def test_a_frozen_server_holds_up_no_world(when: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_without_its_guard(tmp_path: Path) -> None:
-    """Its children say so, and the start ends at once."""
+@pytest.mark.parametrize("way", ["aiorpc.run_local(main, 2)", "asyncio.run(enter())"])
+def test_a_script_without_its_guard(tmp_path: Path, way: str) -> None:
+    """Its start ends at once, and says what is wrong; its children print nothing."""
     path = program(
         tmp_path,
-        """
+        f"""
         async def main(me):
             pass
-        aiorpc.run_local(main, 2)
+        async def enter():
+            async with aiorpc.local_world(1):
+                pass
+        {way}
         """,
     )
     done = run(path)
     assert done.returncode == 1
-    assert "the proper idiom" in done.stderr
-    assert "__name__ == '__main__'" in done.stderr
-    assert "is lost: its process ended with exit code 1" in done.stderr
+    assert "the proper idiom" not in done.stderr
+    *_, last = done.stderr.splitlines()
+    assert "which starts a world then" in last
+    assert last.endswith('`if __name__ == "__main__":`')
 
 
 @pytest.mark.slow

@@ -96,6 +96,18 @@ async def twice(counter: RRef[Counter], amount: Any) -> int:
     return await remote(counter).add(amount)  # type: ignore[no-any-return]
 
 
+def test_a_future_of_another_loop(me: WorkerThread[LocalWorker], counter: RRef[Counter]) -> None:
+    """What `asyncio.gather` returns in the cell of a notebook, which has a loop of its own."""
+
+    async def cell() -> list[int]:
+        gathered = asyncio.gather(remote(counter).add(1), remote(counter).add(1))
+        with pytest.raises(RuntimeError, match=r"make the calls in an `async def.*`run\(main\)`$"):
+            me.run(gathered)
+        return await gathered
+
+    assert asyncio.run(cell()) == [1, 2]
+
+
 @pytest.mark.promise("worlds.in_thread")
 def test_errors_and_mistakes(me: WorkerThread[LocalWorker], counter: RRef[Counter]) -> None:
     """What is raised arrives as itself; a mistake says what `run` takes."""

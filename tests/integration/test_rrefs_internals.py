@@ -16,6 +16,7 @@ from aiorpc_torch._server.server import Server
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._torch.rrefs import PINNED, RRefTable
 from aiorpc_torch.testing import world
+from tests.support.logs import logged
 
 from .test_rrefs import KINDS, Plain, Slotted
 
@@ -69,7 +70,7 @@ async def test_a_call_that_arrives_too_late(
     """torch would wait for its object without end, and so would this worker's end for torch."""
     with caplog.at_level(logging.ERROR, "aiorpc_torch"):
         await end_a_world_with_a_late_call(kind, late)
-    assert not caplog.records
+    assert not logged(caplog)
     assert not is_running()
 
 

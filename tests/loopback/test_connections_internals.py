@@ -44,6 +44,7 @@ from aiorpc_torch._world import worker
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
 from tests.support.actors import Counter, Notes
+from tests.support.logs import logged
 from tests.support.malformed import group
 from tests.support.raw_connections import (
     CONNECTION,
@@ -529,7 +530,7 @@ async def test_a_payload_whose_connection_has_ended(
     monkeypatch.setattr(torch_transfers, "send", sending._send)
     await work()
     assert notes.order == []
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 @pytest.mark.promise("transport.fork")

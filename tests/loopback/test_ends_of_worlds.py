@@ -45,7 +45,10 @@ async def consumed(items: AsyncIterator[Any]) -> None:
 
 
 @pytest.mark.parametrize("steps", range(4))
-@pytest.mark.parametrize("kind", ["awaited", "iterated", "mapped", "any"])
+@pytest.mark.parametrize(
+    "kind",
+    ["awaited", *(pytest.param(e, marks=pytest.mark.slow) for e in ("iterated", "mapped", "any"))],
+)
 async def test_a_call_of_a_group_that_is_cancelled_just_before_the_end(
     kind: str, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ import functools
 import sys
 import traceback
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -186,6 +186,35 @@ async def test_a_call_that_is_not_awaited() -> None:
         remote(model).double(1)
 
 
+USES: list[Callable[[Any], object]] = [
+    lambda made: made + 1,
+    lambda made: sum([made]),
+    lambda made: torch.ones(2) - made,
+    lambda made: made @ torch.ones(2),
+    lambda made: made < 0.5,
+    lambda made: made[0],
+    "{:.2f}".format,
+    len,
+    float,
+    torch.relu,
+    torch.as_tensor,
+    lambda made: torch.stack([made]),
+    lambda made: torch.nn.functional.mse_loss(made, torch.ones(2)),
+]
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("use", USES)
+async def test_a_call_that_is_used_as_its_result(
+    use: Callable[[Any], object], retries: int
+) -> None:
+    made = remote(RRef(Model()), retries=retries).double(1)
+    with pytest.raises(TypeError, match=r"in place of its result: `await` it first$"):
+        use(made)
+    assert made, "as any coroutine"
+    assert await made == 2
+
+
 async def test_a_coroutine_in_place_of_its_result(world: LocalWorker) -> None:
     made: Any = create("main", Model)
     wrong: Any = remote
@@ -216,9 +245,11 @@ async def test_a_forgotten_remote() -> None:
             AttributeError, match=rf"{missing}: .* `await remote\(...\).double\(\)`"
         ):
             each.double(1)  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=missing) as error:
-        await remote(model).through(model)
-    assert "write `await remote(rref).double()`" in notes(error)
+    for forgotten in (lambda: model.double(1), lambda: remote(model).through(model)):
+        with pytest.raises(AttributeError, match=r"write `await remote\(rref\).double\(\)`"):
+            await forgotten()
+    assert not hasattr(model, "double")
+    assert not hasattr(model, "_repr_html_")
 
 
 async def test_a_forgotten_remote_of_a_supervised_object() -> None:
@@ -372,6 +403,51 @@ def test_run_and_iterate_of_a_world_without_a_thread(world: LocalWorker) -> None
         me.iterate(remote(RRef(Model())).pages())
     with pytest.raises(AttributeError, match=rf"^{text} 'walk'$"):
         me.walk()
+
+
+@pytest.mark.parametrize("name", ["close", "shutdown", "__aexit__"])
+def test_a_worker_that_is_to_leave_its_world(world: LocalWorker, name: str) -> None:
+    text = r"to leave the world, write `await me\.world\.__aexit__\(None, None, None\)`$"
+    with pytest.raises(AttributeError, match=text):
+        getattr(world, name)
+
+
+async def test_a_world_in_place_of_its_worker(world: LocalWorker) -> None:
+    thread: Any = in_thread(local_world(0))
+    with pytest.raises(
+        AttributeError, match=r"`me = in_thread\(...\).__enter__\(\)`, and then `me.run`$"
+    ):
+        thread.run(call("main", abs, -1))
+    text = r"write `async with local_world\(...\) as me`, .* and then `me.peers`$"
+    for each in (local_world(0), world.world):
+        with pytest.raises(AttributeError, match=text):
+            _ = each.peers
+        assert not hasattr(each, "_repr_html_")
+
+
+async def test_a_context_manager_that_is_entered_again(world: LocalWorker) -> None:
+    """The cell of a notebook that ran twice."""
+    pause = paused(RRef(Model()))
+    async with pause:
+        pass
+    for each, name in (pause, "paused"), (world.world, "local_world"):
+        with pytest.raises(
+            RuntimeError, match=rf"^this {name}\(\) was entered before: call {name}"
+        ):
+            await each.__aenter__()
+
+
+async def test_a_method_that_the_class_got_later() -> None:
+    """Of a class that travels by value; other classes have no note."""
+
+    class Local:
+        pass
+
+    for made, has_note in (Local(), True), (Model(), False):
+        with pytest.raises(AttributeError, match="has no attribute 'later'") as error:
+            await remote(RRef(made)).later()  # type: ignore[attr-defined]
+        found = "".join(getattr(error.value, "__notes__", []))
+        assert ("`create` the object again" in found) is has_note
 
 
 def test_exclusive_with_parentheses_and_of_a_builtin_class() -> None:

@@ -42,7 +42,9 @@ async def test_the_cell_that_opens_a_world_runs_twice() -> None:
     me = await world.__aenter__()
     for _ in range(2):
         world = aiorpc.local_world(0)
-        text = re.escape("(in a notebook: `await me.world.__aexit__(None, None, None)`)")
+        text = re.escape(
+            "(in a notebook: `await me.world.__aexit__(None, None, None)`, where `me` is"
+        )
         with pytest.raises(RuntimeError, match=text):
             await world.__aenter__()
         await collected()
@@ -57,7 +59,7 @@ def test_the_cell_that_opens_a_world_in_a_thread_runs_twice() -> None:
     world = aiorpc.in_thread(aiorpc.local_world(0))
     me = world.__enter__()
     world = aiorpc.in_thread(aiorpc.local_world(0))
-    text = re.escape("(in a notebook: `me.world.__exit__(None, None, None)`)")
+    text = re.escape("(in a notebook: `me.world.__exit__(None, None, None)`, where `me` is")
     with pytest.raises(RuntimeError, match=text):
         world.__enter__()
     del world

@@ -20,6 +20,7 @@ from aiorpc_torch._node.standing import Tracing
 from aiorpc_torch._wire.frames import WHERE
 from aiorpc_torch.testing import Gate
 from aiorpc_torch.training import Weights, follow
+from tests.support.logs import logged
 from tests.support.raw_connections import Tap
 from tests.support.standing import until_stands
 
@@ -162,7 +163,7 @@ async def test_all_long_waits_are_told_but_of_followers(caplog: pytest.LogCaptur
                 await asyncio.sleep(0.01)
         waits.look(later)
         await observe.where()
-        assert not caplog.records
+        assert not logged(caplog)
         far, gates = remote(RRef(six := SixGates())), six.gates
         calls = [asyncio.ensure_future(getattr(far, f"wait{n}")()) for n in range(6)]
         for each in gates:

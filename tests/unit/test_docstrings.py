@@ -1,6 +1,7 @@
 """The language of docstrings: short sentences, a verb or a noun first, standard terms."""
 
 import ast
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ METAPHORS = re.compile(
 LONGEST_SENTENCE = 25  # words
 
 
+@functools.cache
 def docstrings(path: Path) -> list[str]:
     """Return every docstring, without what stands in backticks and without indented examples."""
     tree = parse(path)

@@ -18,6 +18,8 @@ import torch
 from tests.gpu import __main__ as gpu, carry, conftest, page
 from tests.gpu.stages import ROOT, Result, Runner, Stage, run_all
 
+pytestmark = pytest.mark.slow
+
 LONG = 60.0  # seconds: no stage here takes as long
 
 

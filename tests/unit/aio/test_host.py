@@ -21,6 +21,7 @@ def names(*prefix: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_names_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the boot and the namespaces, and `this_host` the user."""
     own = [network_namespace(), this_host()]

@@ -69,9 +69,11 @@ def private_names(path: Path) -> Iterator[str]:
     modules = {*standard_modules(tree)}
     for each in ast.walk(tree):
         if isinstance(each, ast.Attribute) and each.attr.startswith("_") and "__" not in each.attr:
-            name = ast.unparse(each)
-            if name.partition(".")[0] in modules:
-                yield name
+            root = each.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in modules:
+                yield ast.unparse(each)
 
 
 def test_every_private_name_is_checked() -> None:

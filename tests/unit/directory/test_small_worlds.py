@@ -51,11 +51,13 @@ def test_a_replacement_process_enters(size: int, rank: int) -> None:
     explore(size, [replacing(rank, size)])
 
 
+@pytest.mark.slow
 @pytest.mark.promise("succession.replacement")
 def test_a_replacement_process_enters_at_a_fixed_address() -> None:
     explore(2, [replacing(0, 2)], is_fixed=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("events", [("retire",), ("kill", "retire")])
 def test_a_world_ends_while_a_replacement_process_enters(events: tuple[str, ...]) -> None:
     """Its last member leaves: the process belongs to the next world."""

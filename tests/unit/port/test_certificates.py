@@ -16,6 +16,7 @@ import pytest
 from aiorpc_torch._port import certificates
 from aiorpc_torch._port.tls import Tls, TlsError
 from tests.support.certificates import Authority
+from tests.support.logs import logged
 
 SOON = 30.0
 
@@ -233,7 +234,7 @@ def test_a_certificate_that_expires_soon(
 ) -> None:
     """One warning a day names the file and the time; none before."""
     authority.tls("later", days=9).check()
-    assert not caplog.records
+    assert not logged(caplog)
     tls = authority.tls("soon", days=6)
     expected = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time.time() + 6 * 86400))
     tls.check()

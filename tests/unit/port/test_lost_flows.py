@@ -128,7 +128,7 @@ async def ends(
         await asyncio.to_thread(far.close)
 
 
-@pytest.fixture(params=["clear", "tls"])
+@pytest.fixture(params=["clear", pytest.param("tls", marks=pytest.mark.slow)])
 def tls(request: pytest.FixtureRequest, tmp_path: Path) -> Tls | None:
     return Authority(tmp_path).tls() if request.param == "tls" else None
 

@@ -24,6 +24,7 @@ class Call(ServerCall):
         super().__init__(function, (args, {}))
         self.on_loop, self.worker, self.started = on_loop, "w", 0.0
         self.ended: asyncio.Future[Any] = asyncio.Future()
+        self.ended.add_done_callback(asyncio.Future.exception)  # or asyncio logs it in a later test
         self._loop = asyncio.get_running_loop()
 
     def succeed(self, value: Any) -> None:

@@ -33,6 +33,7 @@ from aiorpc_torch._wire.handshake import (
     number_for,
 )
 from tests.support.certificates import Authority
+from tests.support.logs import logged
 
 
 def listen(host: str | None = None, port: Port | None = None) -> Listener:
@@ -250,7 +251,7 @@ async def test_a_caller_that_is_gone_before_it_is_accepted(
     with dial(listening) as dialled:
         assert len(await asyncio.to_thread(dialled.recv, 64)) == NONCE
     listening.close()
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 @pytest.mark.promise("security.tls")

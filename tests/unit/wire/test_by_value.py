@@ -266,3 +266,42 @@ def test_without_cloudpickle_a_notebooks_names_stay_names(monkeypatch: pytest.Mo
     assert isinstance(got, RemoteFailure)
     with pytest.raises(AttributeError, match=r"'f'.*aiorpc_torch\[cloudpickle\]"):
         got.raise_()
+
+
+def scale(x: int) -> int:
+    return x
+
+
+def scale_twice(x: int) -> int:
+    return scale(scale(x))
+
+
+def test_what_a_class_uses_is_defined_again_after_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning for each change: workers that have the class keep what it used."""
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "scale", lambda x: 2 * x)
+    monkeypatch.setattr(scale_twice, "__qualname__", "<cell>.scale_twice")  # travels by value
+
+    class Local:
+        size = 3
+
+        @staticmethod
+        def act(x: int) -> int:
+            return scale_twice(x)
+
+        @batched(max_size=4)
+        async def act_together(self, xs: list[int]) -> list[int]:
+            return [scale_twice(x) for x in xs]
+
+    for _ in range(2):
+        pack(Local)
+        pack(Local())
+    assert not caplog.records
+    monkeypatch.setattr(here, "scale", lambda x: 3 * x)
+    pack(Local)
+    pack(Local())
+    (warning,) = caplog.messages
+    assert warning.startswith("scale was defined again after ")
+    assert warning.endswith(".Local again too, or restart them")
