@@ -9,6 +9,7 @@ import sys
 from types import CodeType, FrameType
 
 from .loop_lag import LoopLag, is_of_user, outwards
+from .places import is_at_lock
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -63,16 +64,24 @@ class StallWatch:
         collective = _collective(frames[:at])
         log.warning(
             "the event loop of %r has stood for %.0f s in %s (%s:%d): it serves no call meanwhile. "
-            "%sRun that in a thread: `await asyncio.to_thread(...)`, or a plain `def` method",
+            "%s",
             self._name,
             seconds,
             collective or place[0].co_qualname,
             place[0].co_filename,
             place[1],
-            "A collective waits for all ranks, whose calls to this worker may wait. "
-            if collective
-            else "",
+            _remedy(frame, collective),
         )
+
+
+def _remedy(frame: FrameType, collective: str) -> str:
+    if is_at_lock(frame):
+        why = "A lock that a coroutine has across an `await` must be an `asyncio.Lock`. Else run"
+    elif collective:
+        why = "A collective waits for all ranks, whose calls to this worker may wait. Run"
+    else:
+        why = "Run"
+    return f"{why} that in a thread: `await asyncio.to_thread(...)`, or a plain `def` method"
 
 
 def _module(frame: FrameType) -> str:

@@ -25,6 +25,7 @@ from .._aio.items import ItemIterator, has_passed
 from .._aio.own_frames import without_own_frames
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
+from .._wire.ancestry import running_call
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
@@ -91,7 +92,11 @@ class LazyCall(Coroutine[Any, Any, R]):
         def __getattr__(self, name: str) -> NoReturn:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_"):
-                text += f": `await` <{self.__name__}> first, it gives the result"
+                what = self._what()
+                if what in _OF_TORCH:
+                    text = f"there is no '{what}()' here: write `await remote(rref).{name}(...)`"
+                else:
+                    text += f": `await` <{self.__name__}> first, it gives the result"
             raise AttributeError(text, name=name, obj=self)
 
         def _refuse_use(self, *_: Any) -> NoReturn:
@@ -226,6 +231,8 @@ class RemoteCall(LazyCall[Any]):
         due, bound = self._bounds(connection)
         reader = connection.stream(self._target, self._arguments, bound)
         reader.enters, timer = enters, None
+        if enters:
+            reader.entered_by = running_call()
         if due is not None:  # of its own: the stream may outlive the block of the deadline
             left = due - time.monotonic()
             timer = ForeseenTimer(left, partial(foresee, reader), partial(expire, reader))
@@ -287,6 +294,9 @@ async def create_object(
 
 _FAILURES = frozenset((RemoteFailure, CallAborted))
 
+
+_OF_TORCH = frozenset(("rpc_sync", "rpc_async", "remote"))
+"""What torch calls between an RRef and a method of its object."""
 
 _NONE = "takes no arguments"
 _HINTS = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._aio.wakeup import Wakeup
+from .._wire.ancestry import CallKey
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import INITIAL_CREDIT
 from .._wire.entered import Entered
@@ -37,6 +38,7 @@ class StreamReader:
         self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
         self._wakeup = Wakeup()
         self.enters = False  # whether the call enters a context manager
+        self.entered_by: CallKey | None = None  # the call here that has the block, None if unknown
         self.connection: Any = None  # over which the call is sent
         self.number = 0  # of the call there
         self.target: Any = None  # of the call, as encoded

@@ -70,7 +70,8 @@ class Node:
                 members, self.membership, config.start_timeout, self._use_map_of
             )
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
-        question = Answers(self).on_question
+        self._answers = Answers(self)
+        question = self._answers.on_question
         self.server = Server(members, self.membership, config.threads, exports, question)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
@@ -129,6 +130,10 @@ class Node:
     def loop_lines(self) -> bytes:
         """Return the lines at which the event loop stands."""
         return dump_lines(lines_of_loop(self._loop_thread))
+
+    async def block_of(self, connection: int, data: bytes) -> bytes:
+        """Answer a callee where the block stands that has entered its context manager."""
+        return await self._answers.of_block(connection, data)
 
     def departure(self, data: bytes) -> "Future[Any]":
         """Answer a worker that reports what it does."""

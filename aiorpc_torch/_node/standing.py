@@ -9,11 +9,15 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._aio.loops import call_soon, run_on_loop
+from .._client.call import RemoteCall
 from .._client.pool import Outgoing
+from .._endpoint.standing import block_of
 from .._server.session import Session
 from .._server.standing import MOST_HOLDERS, Subject, View
 from .._wire.frames import WHERE
+from .._wire.plain import dump
 from .._wire.standing import (
+    BLOCK,
     CALL,
     MAX_DEPTH,
     CallNode,
@@ -21,8 +25,10 @@ from .._wire.standing import (
     Limits,
     Question,
     dump_answer,
+    read_answer,
     read_question,
 )
+from .._wire.targets import FunctionTarget
 
 if TYPE_CHECKING:
     from .node import Node
@@ -56,14 +62,20 @@ class Answers:
 
     async def _answer(self, session: Session, question: Question) -> None:
         try:
-            server, pool = self._worker.server, self._worker.pool
-            found = Tracing(server.view(), pool.outgoing(), server.name)
-            nodes = await found.of_session(session, question)
+            nodes = await self._tracing().of_session(session, question)
         except Exception as exc:  # frames are read while other threads run them
             log.debug("it is not known where calls stand: %r", exc)
             return
         if session.is_open:
             session.send(WHERE, dump_answer(question.id, nodes))
+
+    async def of_block(self, connection: int, data: bytes) -> bytes:
+        """Answer where the call stands whose block has entered a peer's context manager."""
+        return dump_answer(0, await self._tracing().of_block(connection, read_question(data)))
+
+    def _tracing(self) -> "Tracing":
+        server, pool = self._worker.server, self._worker.pool
+        return Tracing(server.view(), pool.outgoing(), server.name)
 
 
 class Tracing:
@@ -76,7 +88,7 @@ class Tracing:
     """
 
     def __init__(self, view: View, outgoing: Sequence[Outgoing], worker: str) -> None:
-        self._view, self._worker = view, worker
+        self._view, self._worker, self._outgoing = view, worker, outgoing
         self._by_future = {id(each.future): each for each in outgoing}
         self._made_by = defaultdict[Any, list[Outgoing]](list)
         for each in outgoing:
@@ -90,6 +102,18 @@ class Tracing:
         return await _joined(
             self._of_subject(each, 0, "", True, (*question.path,), limits) for each in subjects
         )
+
+    async def of_block(self, connection: int, question: Question) -> list[CallNode]:
+        """Return where the call stands that has entered a context manager by a call of its own."""
+        for each in self._outgoing:
+            if (each.connection.key[-1], [each.number]) != (connection, question.numbers):
+                continue
+            subject = self._view.of_key(getattr(each.receiver, "entered_by", None))
+            if subject is not None:
+                is_certain = len(subject.futures) <= 1  # else another task may have the block
+                path, limits = (*question.path,), question.limits
+                return await self._of_subject(subject, 0, "", is_certain, path, limits)
+        return []
 
     async def _of_subject(
         self,
@@ -111,7 +135,7 @@ class Tracing:
         for each in calls:
             by_connection[each.loop, each.connection].append(each)
         holders = subject.holders[:MOST_HOLDERS]
-        part = limits.part(len(by_connection) + len(holders))
+        part = limits.part(len(by_connection) + len(holders) + subject.is_entered)
         below = (
             *(
                 self._of_subject(each, depth + 1, what, is_sure, path, part)
@@ -121,6 +145,7 @@ class Tracing:
                 _asked(each, path, part, depth + 1, is_certain=are_certain)
                 for each in by_connection.values()
             ),
+            *([_asked_block(subject.key, path, part, depth + 1)] if subject.is_entered else ()),
         )
         return [node, *await _joined(below)]
 
@@ -139,6 +164,20 @@ async def _asked(
 ) -> list[CallNode]:
     found = await ask(calls, path, limits)
     return [each.below(depth, CALL, is_certain=is_certain) for each in found]
+
+
+async def _asked_block(key: Key, path: Sequence[Key], limits: Limits, depth: int) -> list[CallNode]:
+    """Ask the caller of a context manager where the block stands that has entered it."""
+    caller, _, connection, number = key
+    data = dump(Question(0, [number], [*path], limits))
+    try:
+        async with asyncio.timeout(limits.seconds):
+            call = RemoteCall(caller, FunctionTarget(block_of), None, connection, data)
+            _, found = read_answer(await call)
+    except Exception as exc:  # it is gone, or blocked
+        log.debug("it is not known where a block of %r stands: %r", caller, exc)
+        return []
+    return [each.below(depth, BLOCK, is_certain=each.is_certain) for each in found]
 
 
 async def _joined(answers: "Iterable[Coroutine[Any, Any, list[CallNode]]]") -> list[CallNode]:

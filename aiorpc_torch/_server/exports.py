@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._endpoint import names, pauses
+from .._endpoint import names, pauses, standing
 from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (
@@ -26,7 +26,7 @@ from .._wire.targets import (
 from .._wire.wire_targets import BOUND, MAKE, NamedTarget, read_named
 from ..errors import NotExported
 
-ALWAYS_EXPORTED = *names.ALWAYS_EXPORTED, *pauses.ALWAYS_EXPORTED
+ALWAYS_EXPORTED = *names.ALWAYS_EXPORTED, *pauses.ALWAYS_EXPORTED, *standing.ALWAYS_EXPORTED
 
 Export = Callable[..., Any] | str
 """A class, a function, or the name of a module, which includes its submodules."""

@@ -6,6 +6,7 @@ task that runs here; its holders are those whose lock, turn or batch it waits fo
 
 import asyncio
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -36,7 +37,7 @@ from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of
 from .session import Session
-from .stream_writer import StreamCall
+from .stream_writer import StreamCall, entered
 
 MOST_HOLDERS = 4
 MOST_SEARCHED = 1000  # tasks among which the holder of a lock is sought
@@ -58,6 +59,7 @@ class Subject:
         futures: those that it waits for.
         awaits: which of the calls that it has made it waits for: those of `futures` (None), all
             (True), or perhaps all, if none is of `futures` (False).
+        is_entered: whether it is a context manager that its caller's `async with` has entered.
         holders: what it waits for here: the reason, whether that is certain, and what has it.
     """
 
@@ -71,6 +73,7 @@ class Subject:
     call_key: CallKey | None = None
     futures: Sequence[Any] = ()
     awaits: bool | None = None
+    is_entered: bool = False
     holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
 
     def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> CallNode:
@@ -109,6 +112,13 @@ class View:
             state = "waits for its tensors, which torch RPC brings"
         key = key_of(session.key, number)
         return Subject(key, "", session.caller, 0.0, state)
+
+    def of_key(self, key: CallKey | None) -> Subject | None:
+        """Return the subject of the call with that key in the contexts of what it calls."""
+        for call in self._calls if key is not None else ():
+            if call.session is not None and (call.session.key, call.number) == key:
+                return self.of_call(call)
+        return None
 
     def of_call(self, call: ServerCall) -> Subject:
         """Return the subject of a call."""
@@ -214,6 +224,9 @@ class View:
                 self._wait_for_lock(found, lock, whose)
             elif chain.frames and chain.frames[-1].f_code is _TURN_WAIT:
                 self._wait_for_turn(found, chain.frames[-1].f_locals["turn"])
+            elif _is_entered(chain):
+                found.state = f"is held by an `async with` of worker {found.caller!r}"
+                found.is_entered = True
             elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
                 found.holders += self._batches_before(queued)
             elif (frame := self._thread_of(chain)) is not None:
@@ -225,7 +238,7 @@ class View:
         if task is self._own_task:  # its frames have this view, so they would keep each other
             return ()
         if (known := self._chains.get(task)) is None:
-            known = self._chains[task] = chains_of(task)
+            known = self._chains[task] = [_with_manager(each) for each in chains_of(task)]
         return known
 
     def _batches_before(self, queued: Any) -> list[tuple[str, bool, Subject]]:
@@ -345,6 +358,27 @@ def _is_unknown(chain: Chain) -> bool:
     """Return whether a task waits in code of this library or for a future of unknown origin."""
     last = chain.frames[-1] if chain.frames else None
     return last is None or last.f_code.co_qualname not in _SETTLED
+
+
+def _with_manager(chain: Chain) -> Chain:
+    """Add the generator of a context manager that a caller has entered: it has its locks."""
+    last = chain.frames[-1] if chain.frames else None
+    if last is None or last.f_code is not entered.__code__:
+        return chain
+    source = getattr(last.f_locals["manager"], "gen", None)
+    if not inspect.isasyncgen(source) or source.ag_frame is None:
+        return chain
+    frames = [*chain.frames, source.ag_frame]
+    return chain._replace(awaited=[*chain.awaited, source], frames=frames)
+
+
+def _is_entered(chain: Chain) -> bool:
+    """Return whether a context manager waits for the end of its caller's block."""
+    at = next((n for n, each in enumerate(chain.frames) if each.f_code is entered.__code__), None)
+    if at is None:
+        return False
+    inner = chain.awaited[at + 1 :]  # the generator, as of `_with_manager`, or what it waits for
+    return not inner or inspect.isasyncgen(inner[0])
 
 
 _SETTLED = frozenset(("sleep", "Event.wait", "Queue.get", "Queue.put", "Condition.wait"))

@@ -119,13 +119,19 @@ def refuse_coroutines(text: str) -> None:
 
 
 def watch_rpc(on_call: Callable[[], None]) -> None:
-    """Let torch's `rpc_sync`, `rpc_async` and `remote` call `on_call` before they send."""
+    """Let torch's `rpc_sync`, `rpc_async` and `remote` call `on_call` before they send.
+
+    Not those of torch's optimizers, which send the number of a context.
+    """
     is_set = _api._is_current_rpc_agent_set  # type: ignore[attr-defined]
 
     def watched() -> bool:
-        function = sys._getframe(1).f_locals.get("func")
+        frame: Any = sys._getframe(1)
+        function = frame.f_locals.get("func")
         if function is not None and function.__name__ in ("rpc_sync", "rpc_async", "remote"):
-            on_call()
+            caller = str(frame.f_back.f_globals.get("__name__"))
+            if not caller.startswith("torch.distributed.optim."):
+                on_call()
         return bool(is_set())
 
     _api._is_current_rpc_agent_set = watched  # type: ignore[attr-defined]

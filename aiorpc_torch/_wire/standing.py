@@ -23,8 +23,9 @@ _MAX_TEXT = 300  # characters of a name or a file
 Key = tuple[str, int, int, int]
 """A call: the key of its session, and its number there."""
 
-CALL, LOCK, TURN, BATCH = "call", "lock", "turn", "batch"
-"""Reasons to wait for a call: for its result, or the lock, the turn or the batch that it has."""
+CALL, LOCK, TURN, BATCH, BLOCK = "call", "lock", "turn", "batch", "block"
+"""Reasons to wait for a call: for its result; for the lock, the turn or the batch that it has; for
+the end of its `async with`, which has entered a remote context manager."""
 
 
 IDLE = "waits for what comes next"
@@ -179,7 +180,8 @@ class Standing:
         inside: name of the function of Python or of this library that the last line has called, ""
             if it is unknown.
         reason: reason for which the call above waits for this one: "call", its result; "lock",
-            "turn" or "batch", which this one has; "" at the top.
+            "turn" or "batch", which this one has; "block", the end of an `async with` in this one;
+            "" at the top.
         is_certain: False if the call above may wait for something else: it has several tasks, or
             who has the lock is a guess, since it belongs to the same object.
         is_again: True if this call is one of those above: they wait for each other.
@@ -268,6 +270,7 @@ _REASONS = {
     LOCK: "the lock is held by ",
     TURN: "the turn is held by ",
     BATCH: "it is in the batch ",
+    BLOCK: "the `async with` is in ",
 }
 _GUESSES = {
     CALL: "it has called ",

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Awaitable, Collection, Coroutine, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -82,6 +82,9 @@ class Context:
     def __repr__(self) -> str:
         recording = self._recording
         return f"<autograd context {'not opened' if recording is None else recording.id}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an autograd context cannot be sent: pass its number, `context.id`")
 
     @property
     def id(self) -> int:

@@ -121,9 +121,14 @@ class DistributedOptimizer:
         await opt.step(ctx)
     """
 
-    def __init__(self, optimizers: Sequence[RRef[LocalOptimizer]], name: str) -> None:
-        self._optimizers = [*optimizers]
-        self._name = name
+    _optimizers: Sequence[RRef[LocalOptimizer]]
+    _name: str
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(
+            "the constructor cannot wait for other workers: write `await DistributedOptimizer."
+            "create(torch.optim.SGD, params, lr=0.1)`"
+        )
 
     def __repr__(self) -> str:
         owners = ", ".join(owner_name(each) for each in self._optimizers)
@@ -157,7 +162,9 @@ class DistributedOptimizer:
             create(owner, LocalOptimizer, optimizer, rrefs, options)
             for owner, rrefs in owners.items()
         )
-        return cls(made, optimizer.__name__)
+        found = cls.__new__(cls)
+        found._optimizers, found._name = made, optimizer.__name__
+        return found
 
     async def step(self, context: Context) -> None:
         """Step on every owner, with the gradients that `context.backward` has computed.
@@ -169,7 +176,10 @@ class DistributedOptimizer:
 
         Raises:
             RuntimeError: if the context is not open. Exceptions of a step are raised as they are.
+            TypeError: if `context` is not a context.
         """
+        if not isinstance(context, Context):
+            raise TypeError(f"step() takes the context itself, not its number, got {context!r}")
         context_id = context.id
         await _all(call(each, LocalOptimizer.step, context_id) for each in self._optimizers)
 

@@ -1,10 +1,12 @@
 """`where()` and the errors of late calls, over several workers."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -101,6 +103,47 @@ async def test_two_locks_over_three_workers(workers: Any) -> None:
     circle += "Part.update on worker 'learner' -> Part.read on worker 'server' -> "
     assert f"\ndeadlock, these calls wait for each other: {circle}Part.update" in text
     assert [len(each) for each in (await call("learner", where)).deadlocks()] == [5]
+    await end(calls)
+
+
+class Guard:
+    """A lock for callers on other workers."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        async with self.lock:
+            yield
+
+
+class Job:
+    async def run(self, gate: Any, first: Any, second: Any) -> None:
+        async with remote(first).hold():
+            await remote(gate).passed()
+            async with remote(second).hold():
+                pass
+
+
+@pytest.mark.promise("standing.deadlock")
+@pytest.mark.slow
+async def test_two_remote_blocks(workers: Any) -> None:
+    await workers(["locks", "a", "b"])
+    locks = [await create("locks", Guard) for _ in range(2)]
+    gate = await create("locks", Gate)
+    jobs = [await create(each, Job) for each in ("a", "b")]
+    calls = [
+        asyncio.ensure_future(remote(job).run(gate, *order))
+        for job, order in zip(jobs, (locks, locks[::-1]), strict=True)
+    ]
+    await remote(gate).entered(2)
+    await remote(gate).open()
+    found = await until_stands("\ndeadlock, ")
+    (circle,) = found.deadlocks()
+    hold = ("Guard.hold", "locks")
+    half = [("Job.run", "a"), hold, hold, ("Job.run", "b"), hold, hold, ("Job.run", "a")]
+    assert [(each.method, each.worker) for each in circle] in (half, [*half[3:], *half[1:4]])
     await end(calls)
 
 

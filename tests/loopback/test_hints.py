@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
 
 from aiorpc_torch import (
     CallTimeout,
@@ -480,6 +481,28 @@ async def test_keywords_of_torch(keyword: str) -> None:
         assert hint in notes(error)
 
 
+@pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
+async def test_calls_of_torch_rrefs(way: str) -> None:
+    made = getattr(remote(RRef(Model())), way)()
+    with pytest.raises(AttributeError, match=rf"no '{way}\(\)' here: .*remote\(rref\).double\("):
+        made.double(1)
+    made.close()
+
+
+async def test_the_number_of_a_context_and_the_context() -> None:
+    """A context is not sent, and a step takes no number, as those of torch do."""
+    params = await autograd.parameter_rrefs(torch.nn.Linear(1, 1))
+    made: Any = autograd.DistributedOptimizer
+    with pytest.raises(TypeError, match=r"write `await DistributedOptimizer.create\("):
+        made(torch.optim.SGD, params, lr=0.1)
+    optimizer = await made.create(torch.optim.SGD, params, lr=0.1)
+    async with autograd.context() as context:
+        with pytest.raises(TypeError, match=r"pass its number, `context.id`"):
+            await remote(RRef(Model())).double(context)
+        with pytest.raises(TypeError, match=r"takes the context itself, not its number, got \d"):
+            await optimizer.step(context.id)
+
+
 async def test_a_coroutine_for_a_client_of_torch() -> None:
     with pytest.raises(RuntimeError, match="coroutine_for_torch is an `async def`: decorate it"):
         await asyncio.to_thread(rpc.rpc_sync, "main", coroutine_for_torch)
@@ -504,6 +527,21 @@ async def test_a_call_of_torch_in_a_context_warns_once(monkeypatch: pytest.Monke
             await remote(rref).double(1)
     [message] = [str(each.message) for each in found]
     assert message.startswith("a call by torch's RPC in an autograd context")
+
+
+async def test_an_optimizer_of_torch_in_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient flows through its calls: no warning."""
+    module = sys.modules["aiorpc_torch.autograd.context"]
+    monkeypatch.setattr(module, "_has_warned", False)
+    layer = torch.nn.Linear(1, 1)
+    params = await autograd.parameter_rrefs(layer)
+    kind = torch.optim.ASGD  # torch compiles it to no TorchScript, which would warn
+    optimizer = await asyncio.to_thread(DistributedOptimizer, kind, params, lr=0.1)
+    before = layer.weight.item()
+    async with autograd.context() as context:
+        await context.backward(layer(torch.ones(1)))
+        await asyncio.to_thread(optimizer.step, context.id)
+    assert layer.weight.item() != before
 
 
 # ── tracebacks ──────────────────────────────────────────────────────────────────────────────────

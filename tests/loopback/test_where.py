@@ -1,6 +1,7 @@
 """`where()`: the lines at which calls stand, in a world of one."""
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import re
@@ -73,6 +74,28 @@ class Service:
         async with self.lock:
             await self.gate.passed()
 
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        async with self.lock:
+            yield
+
+    async def enters(self, other: Any) -> None:
+        async with remote(other).held():
+            await self.gate.passed()
+
+    async def enters_and_wants(self, other: Any) -> None:
+        entering = asyncio.ensure_future(self.enters(other))
+        await self.gate.entered()
+        await asyncio.gather(entering, remote(other).want())
+
+    @contextlib.asynccontextmanager
+    async def with_gate(self) -> AsyncIterator[None]:
+        await self.gate.passed()
+        yield
+
+    def manager(self) -> "Manager":
+        return Manager(self)
+
     async def want(self) -> None:
         async with self.lock:
             pass
@@ -104,6 +127,17 @@ class Service:
         async with self.lock:
             await self.gate.passed()
             await remote(other).want()
+
+
+class Manager:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __aenter__(self) -> None:
+        await self._service.gate.passed()
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
 
 
 @exclusive
@@ -313,6 +347,66 @@ async def test_the_holder_of_a_lock(calls: Calls) -> None:
         "Lock.acquire()",
         "  the lock is held by Service.hold on worker 'main': see above",
     ]
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_lock_that_a_remote_block_holds(calls: Calls) -> None:
+    """It tells whose `async with` has entered the context manager that has the lock."""
+    _, rref = calls.service()
+    async with remote(rref).held():
+        calls.make(remote(rref).want())
+        found = without_ages(await until_stands("waits for a lock"))
+    assert found[-1] == "  the lock is held by Service.held on worker 'main': see above"
+    assert (
+        "Service.held on worker 'main': is held by an `async with` of worker 'main' at "
+        f"{line_of(Service.held, 'yield')}"
+    ) in found
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_the_call_whose_remote_block_holds_a_lock(calls: Calls) -> None:
+    service, rref = calls.service()
+    _, other = calls.service()
+    calls.make(remote(rref).enters(other))
+    await service.gate.entered()
+    calls.make(remote(other).want())
+    found = await until_stands("waits for a lock", "the `async with` is in Service.enters on ")
+    want = next(each for each in found if each.method == "Service.want")
+    (held,) = want.waits_for
+    (enters,) = held.waits_for
+    assert [(each.reason, each.is_certain) for each in (held, enters)] == [
+        ("lock", True),
+        ("block", True),
+    ]
+
+
+@pytest.mark.promise("standing.deadlock")
+async def test_a_call_that_holds_and_wants_a_lock_in_two_tasks(calls: Calls) -> None:
+    """It is no deadlock for sure: the block may end by itself."""
+    service, rref = calls.service()
+    other, other_rref = calls.service()
+    calls.make(remote(rref).enters_and_wants(other_rref))
+    await service.gate.entered()
+    found = await until_stands("waits for a lock", "deadlock, ")
+    assert "perhaps a deadlock, " in str(found)
+    await service.gate.open()
+    async with other.lock:
+        pass
+
+
+@pytest.mark.promise("standing.where")
+@pytest.mark.parametrize("kind", ["manager", "with_gate"])
+async def test_a_context_manager_of_a_class(calls: Calls, kind: str) -> None:
+    """While it is entered it waits by itself, and then for its caller."""
+    service, rref = calls.service()
+    block = getattr(remote(rref), kind)()
+    entering = asyncio.ensure_future(block.__aenter__())
+    await service.gate.entered()
+    await until_stands(f"Service.{kind} on worker 'main', ", "waits at ")
+    await service.gate.open()
+    await entering
+    await until_stands("is held by an `async with` of worker 'main'")
+    await block.__aexit__(None, None, None)
 
 
 @pytest.mark.promise("standing.deadlock")

@@ -1,7 +1,9 @@
 """Frames that are sent to learn where calls stand, and what odd peers do with them."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from aiorpc_torch._client import questions
 from aiorpc_torch._client.pool import current
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._inspection.long_waits import LongWaits
+from aiorpc_torch._node.standing import Tracing
 from aiorpc_torch._wire.frames import WHERE
 from aiorpc_torch.testing import Gate
 from aiorpc_torch.training import Weights, follow
 from tests.support.logs import logged
 from tests.support.raw_connections import Tap
+from tests.support.standing import until_stands
 
 
 class SixGates:
@@ -60,6 +64,46 @@ async def test_nothing_is_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(aiorpc.CallTimeout):
         await remote(rref, timeout=0.01).passed()  # too short
     assert tap.count("where") == 2
+
+
+class Guard:
+    """A lock for remote blocks."""
+
+    def __init__(self) -> None:
+        self.lock, self.gate = asyncio.Lock(), Gate()
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        async with self.lock:
+            yield
+
+    async def hold_by_block(self, of: Any) -> None:
+        async with remote(of).hold():
+            await self.gate.passed()
+
+
+@pytest.mark.promise("standing.deadlock")
+@pytest.mark.usefixtures("world")
+async def test_a_block_whose_worker_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known without it is told."""
+    asked = asyncio.Event()
+
+    async def fail(*_: Any) -> None:
+        asked.set()
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(Tracing, "of_block", fail)
+    guard = Guard()
+    rref = RRef(guard)
+    calls = [asyncio.ensure_future(remote(rref).hold_by_block(rref))]
+    await guard.gate.entered()
+    calls.append(asyncio.ensure_future(remote(rref).hold_by_block(rref)))
+    found = await until_stands("waits for a lock", "is held by an `async with` of worker 'main'")
+    assert asked.is_set()
+    assert "the `async with` is in" not in str(found)
+    for each in calls:
+        each.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.promise("standing.late")

@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio import stalls
+from aiorpc_torch._aio.places import is_at_lock
 from aiorpc_torch._aio.stalls import LOOK_INTERVAL, StallWatch
 
 
@@ -63,6 +65,29 @@ def test_one_warning_for_each_stall(caplog: pytest.LogCaptureFixture) -> None:
     watched.now += 60.0
     watched.stall()
     assert len(texts(caplog)) == 2
+
+
+@pytest.mark.promise("worlds.stalls")
+def test_a_lock_of_threads(caplog: pytest.LogCaptureFixture) -> None:
+    """A coroutine that has it across an `await` needs this loop to release it."""
+    lock, is_done = threading.Lock(), threading.Event()
+    watched = Watched()
+
+    def wait() -> None:
+        with lock:
+            is_done.set()
+
+    with lock:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        watched.watch = StallWatch(watched.watch._lag, waiting.ident or 0, "w0")
+        while not is_at_lock(sys._current_frames()[waiting.ident or 0]):
+            time.sleep(0.001)
+        watched.stall()
+    waiting.join()
+    assert is_done.is_set()
+    [text] = texts(caplog)
+    assert "across an `await` must be an `asyncio.Lock`. Else run that in a thread" in text
 
 
 def test_a_process_that_was_frozen(caplog: pytest.LogCaptureFixture) -> None:
