@@ -129,7 +129,7 @@ def watch_rpc(on_call: Callable[[], None]) -> None:
         frame: Any = sys._getframe(1)
         function = frame.f_locals.get("func")
         if function is not None and function.__name__ in ("rpc_sync", "rpc_async", "remote"):
-            caller = str(frame.f_back.f_globals.get("__name__"))
+            caller = str(getattr(frame.f_back, "f_globals", {}).get("__name__"))
             if not caller.startswith("torch.distributed.optim."):
                 on_call()
         return bool(is_set())
