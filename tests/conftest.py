@@ -1,7 +1,6 @@
 """What every test of ours gets beside the plugin's fixtures: hypothesis's profiles, and no leak."""
 
 import asyncio
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -113,8 +112,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.obtain(["tests.support.preloaded"])
     if any(relative_path(item).parts[0] == "loopback" for item in session.items):
         asyncio.run(_enter_and_leave())
-    gc.collect()
-    gc.freeze()  # many tests collect garbage: torch and all tests take no part, nor again in worlds
 
 
 async def _enter_and_leave() -> None:

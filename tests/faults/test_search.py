@@ -66,10 +66,12 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_old_garbage() -> None:
+def _without_old_garbage() -> Iterator[None]:
     """A search collects garbage often: what is there already takes no part."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.timeout(120)

@@ -7,7 +7,6 @@ import inspect
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -361,12 +360,6 @@ async def test_one_world_for_all_examples(world: aiorpc.types.Worker, numbers: l
 class TestGarbage:
     """`freeze_gc`: what is there when a world starts is left out of collections until it ends."""
 
-    @pytest.fixture(autouse=True)
-    def thawed(self) -> Iterator[None]:
-        gc.unfreeze()
-        yield
-        gc.freeze()
-
     @pytest.mark.promise("worlds.gc")
     async def test_by_default(self) -> None:
         """It is frozen inside, and thawed afterwards."""
@@ -393,7 +386,10 @@ class TestGarbage:
     async def test_what_a_program_has_frozen(self) -> None:
         """It stays frozen: it is the program's to thaw."""
         gc.freeze()
-        before = gc.get_freeze_count()
-        async with testing.world():
-            pass
-        assert gc.get_freeze_count() > before // 2
+        try:
+            before = gc.get_freeze_count()
+            async with testing.world():
+                pass
+            assert gc.get_freeze_count() > before // 2
+        finally:
+            gc.unfreeze()

@@ -332,4 +332,5 @@ def search(world: Model, limit: int = 1_000_000) -> Result:
         finding, trace, depth = str(exc), found.trace(actions), len(actions)
     finally:
         gc.set_threshold(*threshold)
+        gc.unfreeze()
     return Result(found.states, found.transitions, len(found.rests), depth, finding, trace)
