@@ -24,7 +24,7 @@ from tests.support.tensor_ways import set_way
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", untimed, max_examples=100)
 settings.register_profile("brief", untimed, max_examples=20)
-settings.register_profile("thorough", untimed, max_examples=300)
+settings.register_profile("thorough", untimed, max_examples=200)
 settings.register_profile("long", untimed, max_examples=20_000)
 settings.register_profile(
     "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often

@@ -7,7 +7,7 @@ from .children import FAULTS, STEPS, Run
 QUICK = [("start", "cancel")]
 # Callbacks between two of the steps that are tried: all of them, in `make test-rest`, and of the
 # quick ones in `make test`.
-STRIDE, REST_STRIDE, QUICK_STRIDE = 9, 40, 100
+STRIDE, REST_STRIDE, QUICK_STRIDE = 9, 80, 100
 MARKS = {STRIDE: pytest.mark.exhaustive, REST_STRIDE: pytest.mark.slow, QUICK_STRIDE: ()}
 
 

@@ -76,7 +76,7 @@ def test_two_events_while_a_replacement_process_enters() -> None:
     explore(2, [replacing(1, 2)], budget=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_enter_at_a_fixed_address() -> None:
     """Rank 0's replacement process takes the directory up while the other one enters."""
     explore(2, [joining(), replacing(0, 2)], is_fixed=True)
