@@ -76,7 +76,13 @@ def stepped(step: Callable[[], int], seconds: float) -> tuple[int, float]:
 # ── gymnasium alone ─────────────────────────────────────────────────────────────────────────────
 
 
-def alone(kind: type, micros: int, seconds: float, workers: int) -> float:
+def in_processes(makers: list[Callable[[], Busy]]) -> AsyncVectorEnv:
+    # As in a program of gymnasium's: this process is a spawned one, and so would theirs be, each
+    # with an import of torch.
+    return AsyncVectorEnv(makers, context="fork")
+
+
+def alone(kind: Any, micros: int, seconds: float, workers: int) -> float:
     envs, net = kind([lambda: Busy(micros)] * ENVIRONMENTS), network()
     states, _ = envs.reset()
 
@@ -163,7 +169,7 @@ def ours(way: str, micros: int, seconds: float, workers: int) -> float:
 
 WAYS: dict[str, tuple[Callable[..., float], Any]] = {
     "SyncVectorEnv": (alone, SyncVectorEnv),
-    "AsyncVectorEnv": (alone, AsyncVectorEnv),
+    "AsyncVectorEnv": (alone, in_processes),
     "a call for each environment": (ours, "by_environment"),
     "a call for each worker": (ours, "by_worker"),
     "the policy at the environments": (ours, "with_own_policy"),
