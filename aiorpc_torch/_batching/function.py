@@ -59,7 +59,8 @@ class BatchFunction:
         target = None if device is None else torch.device(device)
         self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
-        if not is_method and parameters and parameters[0].name == "self":
+        is_in_class = "." in self.name.rpartition("<locals>.")[-1]
+        if is_in_class and not is_method and parameters and parameters[0].name == "self":
             raise TypeError(
                 f"{self.name} is hidden from its class by a decorator above @batched: write "
                 "@batched above that one"

@@ -62,11 +62,14 @@ EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
 FAILED_TIMEOUT = 2.0  # seconds for the end of a child that has told its failure
 
 
-def describe_exit(code: int | None) -> str:
-    """Return the text for the exit code of a process; None: it has closed its pipe and runs."""
+def describe_exit(code: int | None, *, has_entered: bool = False) -> str:
+    """Return the text for the exit code of a process; None: it has closed its pipe and runs.
+
+    A process that has entered its world had imported the program: its code is the program's own.
+    """
     if code is None:
         return "its process has closed the pipe to its parent"
-    if code == STARTS_CHILDREN:
+    if code == STARTS_CHILDREN and not has_entered:
         return (
             "it imports this program, which starts a world then: put that behind "
             '`if __name__ == "__main__":`'
@@ -189,7 +192,7 @@ class ChildProcess:
         # Without its message, code of a library has ended the process.
         if self._has_left and code in (0, UNKNOWN_CODE):
             return None
-        lost = WorkerLost(self.name, self._reason or describe_exit(code))
+        lost = WorkerLost(self.name, self._reason_of(code))
         if self._output is not None and (note := self._output.note()):
             lost.add_note(note)
         return lost
@@ -209,7 +212,10 @@ class ChildProcess:
     def exit_reason(self) -> str:
         """Return the text for the exit code, "" if there is none yet."""
         code = self._exit_code()
-        return "" if code is None else self._reason or describe_exit(code)
+        return "" if code is None else self._reason_of(code)
+
+    def _reason_of(self, code: int | None) -> str:
+        return self._reason or describe_exit(code, has_entered=self.entered_at is not None)
 
     def _exit_code(self) -> int | None:
         with contextlib.suppress(ValueError):  # it is closed

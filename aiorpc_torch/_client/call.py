@@ -7,6 +7,7 @@ coroutine; `async for` and `async with` send it as a stream.
 import asyncio
 import time
 import warnings
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from sys import modules
@@ -233,6 +234,8 @@ class RemoteCall(LazyCall[Any]):
         reader.enters, timer = enters, None
         if enters:
             reader.entered_by = running_call()
+            if (task := asyncio.current_task()) is not None:
+                reader.entered_in = weakref.ref(task)  # a task that was dropped closes its stream
         if due is not None:  # of its own: the stream may outlive the block of the deadline
             left = due - time.monotonic()
             timer = ForeseenTimer(left, partial(foresee, reader), partial(expire, reader))

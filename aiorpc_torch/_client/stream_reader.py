@@ -4,6 +4,7 @@ The connection delivers the items and sends the credit. Confined to its event lo
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class StreamReader:
         self._wakeup = Wakeup()
         self.enters = False  # whether the call enters a context manager
         self.entered_by: CallKey | None = None  # the call here that has the block, None if unknown
+        self.entered_in: Callable[[], Any] = lambda: None  # the task of the block, None if freed
         self.connection: Any = None  # over which the call is sent
         self.number = 0  # of the call there
         self.target: Any = None  # of the call, as encoded

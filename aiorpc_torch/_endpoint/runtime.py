@@ -125,12 +125,15 @@ def runs_on_loop(function: Callable[..., Any]) -> bool:
 def warn_if_switch_is_void(function: Any) -> None:
     """Warn if a decorator of torch surrounds only the making of a coroutine, not its steps."""
     is_switched = False
-    while isinstance(function, types.FunctionType | types.MethodType):
+    seen: set[int] = set()  # a function may be its own `__wrapped__`
+    while isinstance(function, types.FunctionType | types.MethodType) and id(function) not in seen:
+        seen.add(id(function))
         is_switched = is_switched or has_switch(function)
         function = getattr(function, "__wrapped__", None)
         if is_switched and runs_on_loop(function):
+            name = getattr(function, "__qualname__", "a partial")
             warnings.warn(
-                f"{function.__qualname__} is an `async def` or `@batched`, on which torch's "
+                f"{name} is an `async def` or `@batched`, on which torch's "
                 "decorators no_grad, inference_mode and autocast have no effect: write "
                 "`with torch.no_grad():` around the lines that compute, without an `await` among "
                 "them",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .._aio.loops import call_soon, run_on_loop
 from .._client.call import RemoteCall
 from .._client.pool import Outgoing
+from .._client.stream_reader import StreamReader
 from .._endpoint.standing import block_of
 from .._server.session import Session
 from .._server.standing import MOST_HOLDERS, Subject, View
@@ -108,9 +109,12 @@ class Tracing:
         for each in self._outgoing:
             if (each.connection.key[-1], [each.number]) != (connection, question.numbers):
                 continue
-            subject = self._view.of_key(getattr(each.receiver, "entered_by", None))
-            if subject is not None:
-                is_certain = len(subject.futures) <= 1  # else another task may have the block
+            reader = each.receiver
+            if not isinstance(reader, StreamReader):
+                continue
+            found = self._view.of_block(reader.entered_by, reader.entered_in())
+            if found is not None:
+                subject, is_certain = found
                 path, limits = (*question.path,), question.limits
                 return await self._of_subject(subject, 0, "", is_certain, path, limits)
         return []

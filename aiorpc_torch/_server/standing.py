@@ -113,11 +113,17 @@ class View:
         key = key_of(session.key, number)
         return Subject(key, "", session.caller, 0.0, state)
 
-    def of_key(self, key: CallKey | None) -> Subject | None:
-        """Return the subject of the call with that key in the contexts of what it calls."""
+    def of_block(self, key: CallKey | None, task: Any) -> tuple[Subject, bool] | None:
+        """Return the call with that key in its context, and whether it certainly has the block.
+
+        Args:
+            key: the key as the block was entered.
+            task: the task that has entered it: another one of the call may end by itself.
+        """
         for call in self._calls if key is not None else ():
             if call.session is not None and (call.session.key, call.number) == key:
-                return self.of_call(call)
+                found = self.of_call(call)
+                return found, len(found.futures) <= 1 and call.task in (None, task)
         return None
 
     def of_call(self, call: ServerCall) -> Subject:

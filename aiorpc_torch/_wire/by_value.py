@@ -175,7 +175,7 @@ def _warn_of_old_copies(cls: type) -> None:
     before = _objects.uses.get(cls, uses)
     _objects.uses[cls] = uses  # one warning for each change
     for name in uses.keys() & before.keys():
-        if uses[name] != before[name]:
+        if uses[name]() is not before[name]():
             log.warning(
                 "%s was defined again after %s, which uses it, was sent to a worker: workers that "
                 "have %s keep the old %s. Define %s again too, or restart them",
@@ -186,12 +186,16 @@ def _warn_of_old_copies(cls: type) -> None:
 def _uses(cls: type) -> dict[str, weakref.ref[Any]]:
     """Return what travels by value of the globals of a class's methods, and of what these call."""
     found: dict[str, weakref.ref[Any]] = {}
+    seen: set[FunctionType] = set()  # a function may be its own `__wrapped__`
     waiting = [*vars(cls).values()]
     while waiting:
         function = waiting.pop()
         if isinstance(function, WRAPPERS) or hasattr(type(function), "__aiorpc_reduce__"):
             function = function.__wrapped__  # of a `Batched`
-        if not isinstance(function, FunctionType):
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        if not is_by_value(function):  # peers import it
             continue
         waiting.append(vars(function).get("__wrapped__"))
         for name in _global_names(function.__code__):

@@ -129,10 +129,11 @@ def test_a_main_that_exits_in_order(code: int | None) -> None:
 
 
 @pytest.mark.promise("rejoin.exit_0")
-def test_a_main_whose_process_ends() -> None:
-    """It has not left in order, whatever its exit code."""
-    with pytest.raises(WorkerLost, match="its process ended with exit code 0"):
-        aiorpc.run_local(exit_with, 2, args=(0, "os._exit"))
+@pytest.mark.parametrize("code", [0, 87])
+def test_a_main_whose_process_ends(code: int) -> None:
+    """It has not left in order, whatever its exit code. That of a missing guard is as any other."""
+    with pytest.raises(WorkerLost, match=f"its process ended with exit code {code}"):
+        aiorpc.run_local(exit_with, 2, args=(code, "os._exit"))
 
 
 @pytest.mark.promise("joining.thaws")

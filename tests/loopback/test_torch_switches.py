@@ -1,5 +1,6 @@
 """What torch keeps for a thread, or for a type, and calls do not carry: a warning, not silence."""
 
+import functools
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
@@ -114,6 +115,25 @@ async def test_a_decorator_around_a_batched_method() -> None:
         pytest.raises(TypeError, match="write @batched above"),
     ):
         await remote(RRef(Agent())).act(torch.ones(2))
+
+
+async def echo(x: int) -> int:
+    return x
+
+
+def wrapped_around_itself(x: int) -> int:
+    return x
+
+
+wrapped_around_itself.__wrapped__ = wrapped_around_itself  # type: ignore[attr-defined]
+around_a_partial = torch.no_grad()(functools.partial(echo))
+
+
+async def test_decorators_of_odd_functions() -> None:
+    """A partial has no name of its own, and a function may be its own `__wrapped__`."""
+    with pytest.warns(UserWarning, match=r"a partial is an `async def`"):
+        assert await call("main", around_a_partial, 1) == 1
+    assert await call("main", wrapped_around_itself, 1) == 1
 
 
 async def test_decorators_that_have_their_effect() -> None:

@@ -88,6 +88,11 @@ class Service:
         await self.gate.entered()
         await asyncio.gather(entering, remote(other).want())
 
+    async def enters_apart_and_wants(self, other: Any) -> None:
+        self.entering = asyncio.ensure_future(self.enters(other))
+        await self.gate.entered()
+        await remote(other).want()
+
     @contextlib.asynccontextmanager
     async def with_gate(self) -> AsyncIterator[None]:
         await self.gate.passed()
@@ -381,11 +386,12 @@ async def test_the_call_whose_remote_block_holds_a_lock(calls: Calls) -> None:
 
 
 @pytest.mark.promise("standing.deadlock")
-async def test_a_call_that_holds_and_wants_a_lock_in_two_tasks(calls: Calls) -> None:
+@pytest.mark.parametrize("method", ["enters_and_wants", "enters_apart_and_wants"])
+async def test_a_call_that_holds_and_wants_a_lock_in_two_tasks(calls: Calls, method: str) -> None:
     """It is no deadlock for sure: the block may end by itself."""
     service, rref = calls.service()
     other, other_rref = calls.service()
-    calls.make(remote(rref).enters_and_wants(other_rref))
+    calls.make(getattr(remote(rref), method)(other_rref))
     await service.gate.entered()
     found = await until_stands("waits for a lock", "deadlock, ")
     assert "perhaps a deadlock, " in str(found)

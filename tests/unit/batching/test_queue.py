@@ -999,6 +999,15 @@ async def test_a_method_under_another_decorator() -> None:
         Hidden().who(1)
 
 
+@batched(max_size=2)
+async def echo(self: list[int]) -> list[int]:
+    return self
+
+
+async def test_a_function_whose_parameter_is_called_self() -> None:
+    assert await echo(1) == 1
+
+
 # ── tasks that are cancelled from outside ───────────────────────────────────────────────────────
 
 

@@ -305,3 +305,29 @@ def test_what_a_class_uses_is_defined_again_after_it_was_sent(
     (warning,) = caplog.messages
     assert warning.startswith("scale was defined again after ")
     assert warning.endswith(".Local again too, or restart them")
+
+
+@pytest.mark.timeout(30)
+def test_a_class_whose_function_is_wrapped_around_itself() -> None:
+    def around_itself(self: Any) -> int:
+        return scale(1)
+
+    around_itself.__wrapped__ = around_itself  # type: ignore[attr-defined]
+
+    class Local:
+        method = around_itself
+
+    pack(Local)
+
+
+def test_a_function_that_peers_import_has_no_copies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Local:
+        imported = scale_twice
+
+    here = sys.modules[__name__]
+    for _ in range(2):
+        monkeypatch.setattr(here, "scale", lambda x: 2 * x)
+        pack(Local)
+    assert not caplog.records
