@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib
 import sys
 import traceback
 import warnings
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import rpc
-from torch.distributed.optim import DistributedOptimizer
 
 from aiorpc_torch import (
     CallTimeout,
@@ -533,10 +533,13 @@ async def test_an_optimizer_of_torch_in_a_context(monkeypatch: pytest.MonkeyPatc
     """No gradient flows through its calls: no warning."""
     module = sys.modules["aiorpc_torch.autograd.context"]
     monkeypatch.setattr(module, "_has_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13, for its own TorchScript
+        optim = importlib.import_module("torch.distributed.optim")
     layer = torch.nn.Linear(1, 1)
     params = await autograd.parameter_rrefs(layer)
     kind = torch.optim.ASGD  # torch compiles it to no TorchScript, which would warn
-    optimizer = await asyncio.to_thread(DistributedOptimizer, kind, params, lr=0.1)
+    optimizer = await asyncio.to_thread(optim.DistributedOptimizer, kind, params, lr=0.1)
     before = layer.weight.item()
     async with autograd.context() as context:
         await context.backward(layer(torch.ones(1)))
