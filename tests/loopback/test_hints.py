@@ -534,7 +534,7 @@ async def test_an_optimizer_of_torch_in_a_context(monkeypatch: pytest.MonkeyPatc
     module = sys.modules["aiorpc_torch.autograd.context"]
     monkeypatch.setattr(module, "_has_warned", False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13, for its own TorchScript
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13's own
         optim = importlib.import_module("torch.distributed.optim")
     layer = torch.nn.Linear(1, 1)
     params = await autograd.parameter_rrefs(layer)
