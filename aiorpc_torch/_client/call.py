@@ -24,6 +24,7 @@ from .._aio.deadlines import (
 )
 from .._aio.items import ItemIterator, has_passed
 from .._aio.own_frames import without_own_frames
+from .._handles.mistakes import no_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
 from .._wire.ancestry import running_call
@@ -91,14 +92,13 @@ class LazyCall(Coroutine[Any, Any, R]):
     if not TYPE_CHECKING:  # type checkers report these mistakes themselves
 
         def __getattr__(self, name: str) -> NoReturn:
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("_"):
-                what = self._what()
-                if what in _OF_TORCH:
-                    text = f"there is no '{what}()' here: write `await remote(rref).{name}(...)`"
-                else:
-                    text += f": `await` <{self.__name__}> first, it gives the result"
-            raise AttributeError(text, name=name, obj=self)
+            if name.startswith("_"):
+                raise no_attribute(self, name)
+            if (what := self._what()) in _OF_TORCH:
+                text = f"there is no '{what}()' here: write `await remote(rref).{name}(...)`"
+                raise AttributeError(text, name=name, obj=self)
+            remedy = f": `await` <{self.__name__}> first, it gives the result"
+            raise no_attribute(self, name, remedy)
 
         def _refuse_use(self, *_: Any) -> NoReturn:
             text = f"<{self.__name__}> was used in place of its result: `await` it first"

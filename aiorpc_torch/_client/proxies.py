@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
+from .._handles.mistakes import no_attribute
 from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
 from .call import RemoteCall
@@ -90,10 +91,10 @@ class RemoteMethod(partial[Any]):
             raise TypeError(f"'{_name_of(self)}[...]' is not a method. {_PARTS}")
 
         def __getattr__(self, part: str) -> NoReturn:
-            name = _name_of(self)
             if part.startswith("_"):
-                text = f"{type(self).__name__!r} object has no attribute {part!r}"
-            elif part in _OF_OTHERS:
+                raise no_attribute(self, part)
+            name = _name_of(self)
+            if part in _OF_OTHERS:
                 text = f"there is no '.{part}' here: write `await remote(rref).{name}(...)`"
             else:
                 text = f"'{name}.{part}' is not a method. {_PARTS}"

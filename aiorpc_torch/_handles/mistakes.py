@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-from .._torch.compat import RRefBase
+from .._torch.compat import RRefBase, explain_missing_attributes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,23 +70,25 @@ def async_only(
     return make
 
 
-def _refuse_attribute_of_rref(rref: "RRefBase[Any]", name: str) -> NoReturn:
-    text = f"{type(rref).__name__!r} object has no attribute {name!r}"
-    if not name.startswith("_"):
-        text += (
-            f": write `await remote(rref).{name}()` for a method of the RRef's object, or "
-            f"`(await fetch(rref)).{name}` for a copy's attribute"
-        )
-    raise AttributeError(text, name=name, obj=rref)
-
-
-# Torch's own class, which makes most RRefs. A notebook has no block that could explain its error.
-RRefBase.__getattr__ = _refuse_attribute_of_rref  # type: ignore[attr-defined]
+def no_attribute(obj: Any, name: str, remedy: str = "") -> AttributeError:
+    """Return the error of a missing attribute: Python's text, then the remedy."""
+    text = f"{type(obj).__name__!r} object has no attribute {name!r}{remedy}"
+    return AttributeError(text, name=name, obj=obj)
 
 
 def refuse_attribute(obj: Any, name: str) -> NoReturn:
     """Raise AttributeError; the `__getattr__` of what `remote` takes. Type checkers need none."""
-    text = f"{type(obj).__name__!r} object has no attribute {name!r}"
-    if not name.startswith("_"):
-        text += f": for a method of the object write `await remote(...).{name}()`"
-    raise AttributeError(text, name=name, obj=obj)
+    remedy = f": for a method of the object write `await remote(...).{name}()`"
+    raise no_attribute(obj, name, "" if name.startswith("_") else remedy)
+
+
+def _refuse_attribute_of_rref(rref: "RRefBase[Any]", name: str) -> NoReturn:
+    remedy = (
+        f": write `await remote(rref).{name}()` for a method of the RRef's object, or "
+        f"`(await fetch(rref)).{name}` for a copy's attribute"
+    )
+    raise no_attribute(rref, name, "" if name.startswith("_") else remedy)
+
+
+# A notebook has no block at whose end the error could be explained.
+explain_missing_attributes(_refuse_attribute_of_rref)

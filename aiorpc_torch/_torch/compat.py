@@ -118,6 +118,11 @@ def refuse_coroutines(text: str) -> None:
     _pickler._register_reducer(CoroutineType, refuse)  # type: ignore[no-untyped-call]
 
 
+def explain_missing_attributes(refuse: "Callable[[RRefBase[Any], str], NoReturn]") -> None:
+    """Let every RRef call `refuse` with the name of an attribute that it does not have."""
+    RRefBase.__getattr__ = refuse  # type: ignore[attr-defined]
+
+
 def watch_rpc(on_call: Callable[[], None]) -> None:
     """Let torch's `rpc_sync`, `rpc_async` and `remote` call `on_call` before they send.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 from .._aio.own_frames import has_user_frames, without_own_frames
 from .._aio.tasks import StepContext
 from .._endpoint import entry_points
-from .._handles.mistakes import AsyncOnly, check_not_entered
+from .._handles.mistakes import AsyncOnly, check_not_entered, no_attribute
 from ..errors import RpcError
 
 P = ParamSpec("P")
@@ -103,14 +103,14 @@ class _WorldInThread(contextlib._GeneratorContextManager[W]):
 
 
 def _refuse_attribute(manager: Any, name: str, block: str, entry: str) -> NoReturn:
-    text = f"{type(manager).__name__!r} object has no attribute {name!r}"
+    remedy = ""
     if not name.startswith("_") and name not in _OF_CONTEXT_MANAGERS:
         made = manager.gen.__name__
-        text += (
+        remedy = (
             f", which is of its worker: write `{block.format(made)} as me`, or in a notebook "
             f"`me = {entry.format(made)}`, and then `me.{name}`"
         )
-    raise AttributeError(text, name=name, obj=manager)
+    raise no_attribute(manager, name, remedy)
 
 
 _OF_CONTEXT_MANAGERS = ("args", "kwds", "func", "gen")

@@ -20,6 +20,7 @@ from .._client.introduction import Introductions
 from .._directory.meeting import Meeting
 from .._directory.record import lease_for
 from .._endpoint import entry_points
+from .._handles.mistakes import no_attribute
 from .._inspection.dump import dump_on_signal
 from .._inspection.snapshot_socket import offered
 from .._node.config import OnFailure, WorkerConfig, watchdog_seconds
@@ -111,12 +112,12 @@ class Worker:
     if not TYPE_CHECKING:  # type checkers report the mistake themselves
 
         def __getattr__(self, name: str) -> NoReturn:
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            remedy = ""
             if instead := {"run": "await ...", "iterate": "async for ..."}.get(name):
-                text += f", which is of the worlds of in_thread(): write `{instead}` in this one"
+                remedy = f", which is of the worlds of in_thread(): write `{instead}` in this one"
             elif name in ("close", "shutdown", "__aexit__", "__exit__") and self.world is not None:
-                text += f": to leave the world, write `{self.world.leave_text}`"
-            raise AttributeError(text, name=name, obj=self)
+                remedy = f": to leave the world, write `{self.world.leave_text}`"
+            raise no_attribute(self, name, remedy)
 
     async def wait_for(self, peer: str) -> None:
         """Wait until `peer` is alive: if it is lost, until it rejoins; else return at once.

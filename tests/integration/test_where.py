@@ -1,12 +1,10 @@
 """`where()` and the errors of late calls, over several workers."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, exclusive, remote
 from aiorpc_torch.observe import where
 from aiorpc_torch.testing import Gate
-from tests.support.standing import SOON, line_of, until_late, until_stands
+from tests.support.standing import SOON, Guard, line_of, until_late, until_stands
 
 
 class Part:
@@ -104,18 +102,6 @@ async def test_two_locks_over_three_workers(workers: Any) -> None:
     assert f"\ndeadlock, these calls wait for each other: {circle}Part.update" in text
     assert [len(each) for each in (await call("learner", where)).deadlocks()] == [5]
     await end(calls)
-
-
-class Guard:
-    """A lock for callers on other workers."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-
-    @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        async with self.lock:
-            yield
 
 
 class Job:

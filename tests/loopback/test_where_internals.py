@@ -1,9 +1,7 @@
 """Frames that are sent to learn where calls stand, and what odd peers do with them."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from aiorpc_torch.testing import Gate
 from aiorpc_torch.training import Weights, follow
 from tests.support.logs import logged
 from tests.support.raw_connections import Tap
-from tests.support.standing import until_stands
+from tests.support.standing import Guard, until_stands
 
 
 class SixGates:
@@ -66,16 +64,10 @@ async def test_nothing_is_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tap.count("where") == 2
 
 
-class Guard:
-    """A lock for remote blocks."""
-
+class GatedGuard(Guard):
     def __init__(self) -> None:
-        self.lock, self.gate = asyncio.Lock(), Gate()
-
-    @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        async with self.lock:
-            yield
+        super().__init__()
+        self.gate = Gate()
 
     async def hold_by_block(self, of: Any) -> None:
         async with remote(of).hold():
@@ -93,7 +85,7 @@ async def test_a_block_whose_worker_does_not_answer(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no answer")
 
     monkeypatch.setattr(Tracing, "of_block", fail)
-    guard = Guard()
+    guard = GatedGuard()
     rref = RRef(guard)
     calls = [asyncio.ensure_future(remote(rref).hold_by_block(rref))]
     await guard.gate.entered()

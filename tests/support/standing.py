@@ -1,8 +1,9 @@
 """Where calls stand, as tests ask for it."""
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,18 @@ def line_of(function: Any, text: str) -> str:
     lines, first = inspect.getsourcelines(function)
     (found,) = (first + number for number, line in enumerate(lines) if text in line)
     return f"{inspect.getsourcefile(function)}:{found} in {function.__qualname__}"
+
+
+class Guard:
+    """A lock for the `async with` of callers."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        async with self.lock:
+            yield
 
 
 async def until_late(call: Callable[[], Any], *texts: str) -> CallTimeout:
