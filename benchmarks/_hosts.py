@@ -20,12 +20,15 @@ NETWORK_6 = "fd94:7::"
 LOOP = 'until "$@"; do sleep 0.1; done'
 """A supervisor: the words that follow are started again until they succeed."""
 
+HERE = Path(__file__).parents[1]
+"""Root of this checkout."""
+
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",  # torch's `init_rpc` warns of torch's own calls
     "TP_SOCKET_IFNAME": LINK,
     "GLOO_SOCKET_IFNAME": LINK,
-    "PYTHONPATH": str(Path(__file__).parents[1]),  # `nsenter` leaves the working directory
+    "PYTHONPATH": str(HERE),  # `nsenter` leaves the working directory
 }
 
 
@@ -64,10 +67,13 @@ class Host:
         """
         subprocess.run(self.inside(*words), check=True, capture_output=True)
 
-    def start(self, module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
-        """Start a Python module on this host."""
+    def start(
+        self, module: str, *words: str, source: Path = HERE, **options: Any
+    ) -> "subprocess.Popen[str]":
+        """Start a Python module of a checkout, this one or another, on this host."""
         command = self.inside(sys.executable, "-m", module, *words)
-        return subprocess.Popen(command, text=True, env=os.environ | _ENVIRONMENT, **options)
+        env = os.environ | _ENVIRONMENT | {"PYTHONPATH": str(source)}
+        return subprocess.Popen(command, text=True, env=env, **options)
 
     def loop(self, module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
         """Start a Python module on this host, again whenever it fails."""

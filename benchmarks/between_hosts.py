@@ -4,9 +4,10 @@ Two network namespaces with a cable play two hosts. Each has namespaces for proc
 or torch would copy from one to the other. This library and plain torch take turns, each in
 processes of its own. Needs root on Linux.
 
-    python -m benchmarks.between_hosts [--quick] [--repeat N] [--tc]
+    python -m benchmarks.between_hosts [--quick] [--repeat N] [--tc] [--against PATH]
 
 With `--tc` the cable has 10 Gbit/s, and 1 ms each way where the kernel can delay packets (netem).
+`--against` is the root of another checkout of this project, which takes torch's place.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 from ._compare import Row, Runs, parse, show
-from ._hosts import Host, hosts
+from ._hosts import HERE, Host, hosts
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20, 256 << 20]  # bytes
 PATIENCE = 120.0  # seconds for one run of a side
@@ -25,12 +27,16 @@ PATIENCE = 120.0  # seconds for one run of a side
 Found = dict[str, list[float]]
 
 
-def run(side: str, both: Sequence[Host], sizes: Sequence[int], *, is_quick: bool) -> Found:
-    """Run both ranks of one side; return the figures of rank 0."""
+def run(
+    side: str, source: Path, both: Sequence[Host], sizes: Sequence[int], *, is_quick: bool
+) -> Found:
+    """Run both ranks of one side, with a checkout's source; return the figures of rank 0."""
     words = [json.dumps(sizes), json.dumps(is_quick)]
     module, pipe = "benchmarks._between_hosts_side", subprocess.PIPE
     processes = [
-        host.start(module, side, str(rank), *words, stdout=pipe if rank == 0 else None)
+        host.start(
+            module, side, str(rank), *words, source=source, stdout=pipe if rank == 0 else None
+        )
         for rank, host in enumerate(both)
     ]
     try:
@@ -55,14 +61,20 @@ def table(runs: dict[str, list[Found]], sizes: Sequence[int]) -> list[Row]:
             rows.append(Row(f"{name}, {what}", "MB/s", Runs(*rates), aim))
             spent = [[each[f"{key} CPU"][0] for each in runs[s]] for s in runs]
             rows.append(Row(f"{name}, {what}: CPU a GB", "s", Runs(*spent)))
-        rates = [[size / each[f"array {size}"][0] / 1e6 for each in runs[s]] for s in runs]
-        rows.append(Row(f"{name} as an array, one way", "MB/s", Runs(*rates)))
+        if all(f"array {size}" in each for found in runs.values() for each in found):
+            rates = [[size / each[f"array {size}"][0] / 1e6 for each in runs[s]] for s in runs]
+            rows.append(Row(f"{name} as an array, one way", "MB/s", Runs(*rates)))
     for key in ("gradients one way", "gradients both ways"):
         durations = [[1e3 * each[key][0] for each in runs[side]] for side in runs]
         rows.append(Row(f"ResNet-50's {key}, 102 MB", "ms", Runs(*durations)))
+    for side, mine in runs.items():
+        if "idle" in mine[0]:
+            idle, beside = ([1e6 * median(each[k]) for each in mine] for k in ("idle", "beside"))
+            what = "small call beside 128 MB; idle"
+            rows.append(
+                Row(what if side == "ours" else f"{side}: {what}", "µs", Runs(beside, idle), "≤ 3")
+            )
     mine = runs["ours"]
-    idle, beside = ([1e6 * median(each[k]) for each in mine] for k in ("idle", "beside"))
-    rows.append(Row("small call beside 128 MB; idle", "µs", Runs(beside, idle), "≤ 3"))
     lags = [1e3 * max(each["lag"]) for each in mine]
     usual = [1e3 * sorted(each["lag"])[len(each["lag"]) * 99 // 100] for each in mine]
     rows.append(Row("longest lag of the loop; 99 %", "ms", Runs(lags, usual), "5 ms"))
@@ -71,13 +83,17 @@ def table(runs: dict[str, list[Found]], sizes: Sequence[int]) -> list[Row]:
 
 def main(given: argparse.Namespace) -> list[Row]:
     sizes = SIZES[:4] if given.quick else SIZES
-    runs: dict[str, list[Found]] = {"ours": [], "torch": []}
+    other = "against" if given.against else "torch"
+    beside = ("ours", given.against.resolve()) if given.against else ("torch", HERE)
+    sides: dict[str, tuple[str, Path]] = {"ours": ("ours", HERE), other: beside}
+    runs: dict[str, list[Found]] = {name: [] for name in sides}
     with hosts() as both:
         if given.tc:
             print(shape(both))
         for _ in range(given.repeat):
-            for side, found in runs.items():
-                found.append(run(side, both, sizes, is_quick=given.quick))
+            for name, found in runs.items():
+                side, source = sides[name]
+                found.append(run(side, source, both, sizes, is_quick=given.quick))
     return table(runs, sizes)
 
 
@@ -96,6 +112,7 @@ def shape(both: Sequence[Host]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tc", action="store_true", help="10 Gbit/s and 1 ms, where possible")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
     given = parse(parser)
     try:
         rows = main(given)
@@ -103,4 +120,4 @@ if __name__ == "__main__":
         reason = getattr(exc, "stderr", b"") or str(exc)
         print(f"no network namespaces here, nothing was measured: {reason!r}")
         sys.exit(0)
-    show(rows, other="torch, idle or 99 %")
+    show(rows, other=f"{'it' if given.against else 'torch'}, idle or 99 %")

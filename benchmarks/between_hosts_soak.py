@@ -392,8 +392,13 @@ if __name__ == "__main__":
     parser.add_argument("--only", metavar="WORD", default="", help="faults with this in their name")
     parser.add_argument("--port", action="store_true", help="one port for each worker")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the clients (0)")
+    given = parse_sizes(parser, rounds=(1, 8))
+    known = faults(is_quick=given.quick, is_last=True, has_one_port=given.port)
+    names = [each.name for each in known]
+    if not any(given.only in each for each in names):
+        parser.error("--only is a part of one of these names:\n" + "\n".join(names))
     try:
-        found = main(parse_sizes(parser, rounds=(1, 8)))
+        found = main(given)
     except (OSError, subprocess.CalledProcessError) as exc:
         reason = getattr(exc, "stderr", b"") or str(exc)
         print(f"no network namespaces here, nothing was tested: {reason!r}")

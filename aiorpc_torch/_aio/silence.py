@@ -71,7 +71,7 @@ def end_when_silent(connected: socket.socket, seconds: float) -> None:
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
-        "TCP_KEEPIDLE": min(KEEPALIVE, seconds / 2),
+        "TCP_KEEPIDLE": max(1.0, min(KEEPALIVE, seconds / 2)),
         "TCP_KEEPINTVL": max(1.0, min(KEEPALIVE / 4, seconds / 8)),
         "TCP_USER_TIMEOUT": seconds * 1000,
     }

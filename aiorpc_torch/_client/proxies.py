@@ -14,7 +14,7 @@ from torch.distributed.rpc import RRef
 from .._handles.mistakes import no_attribute
 from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
-from .call import RemoteCall
+from .call import OF_TORCH, RemoteCall, TorchStyleCall
 from .group import Group
 from .group_call import GroupCall
 from .named_members import NamedMembers
@@ -50,7 +50,8 @@ class RemoteProxy(Generic[T]):
         target = MethodTarget(rref, check_public_name(name))
         if retries := _retries_of(self):
             return RemoteMethod(RoutedCall, rref, target, _timeout_of(self), retries)
-        return RemoteMethod(RemoteCall, rref, target, _timeout_of(self))
+        call = TorchStyleCall if name in OF_TORCH else RemoteCall
+        return RemoteMethod(call, rref, target, _timeout_of(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> RemoteCall:
         """Call the object itself: `await remote(net)(x)`, with a module's hooks."""

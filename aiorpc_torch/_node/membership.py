@@ -37,7 +37,7 @@ from .._peers.peers import (
 from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.compat import RawFuture
-from .._torch.pipes import send_again_to
+from .._torch.pipes import end_once_silent, send_again_to
 from .._torch.transport import (
     REACH_REMEDY,
     classify_error,
@@ -272,6 +272,10 @@ class Membership:
         is_replaced = self._peers.peers.get(peer.name) is not peer
         text = replaced_text(peer.name) if is_replaced else str(error)
         self._node.end_process(peer, error, text)
+        if is_replaced and (address := self._peers.address_elsewhere(peer)):
+            own, others = self._peers.own.member.address, self._peers.addresses()
+            end_once_silent(address, own, self._heartbeat, others)
+            self._start(self._see_off(peer))
 
     def _forget(self, peer: Peer) -> None:
         self._node.end_process(peer, WorkerLeft(peer.name), left_text(peer.name))

@@ -408,6 +408,31 @@ async def test_a_host_that_keeps_another_address(machines: tuple[Machine, Machin
         await check_left(nodes)
 
 
+@pytest.mark.slow
+async def test_a_host_that_is_gone_without_a_word(machines: tuple[Machine, Machine]) -> None:
+    """Torch's connections to it are closed once its worker's replacement is in."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(rank: int) -> Node:
+            options = {"init_method": WHERE, "interface": LINK, "old": ADDRESSES[1]}
+            words = [str(HERE / "network_scenarios.py"), "vanishes", str(rank), json.dumps(options)]
+            return await stack.enter_async_context(running(machines[rank], *words))
+
+        nodes = [await start(rank) for rank in (0, 1)]
+        for node in nodes:
+            await node.hears("ready")
+        machines[1].loses(f"{ADDRESSES[1]}/24")
+        await nodes[1].close()
+        machines[1].gets(f"{ANOTHER}/24")
+        nodes[1] = await start(1)
+        await nodes[1].hears("ready")
+        nodes[0].tell()
+        await nodes[0].hears("closed")
+        for node in nodes:
+            node.tell()
+        await check_left(nodes)
+
+
 ANOTHER = "10.93.7.3"
 
 

@@ -202,6 +202,29 @@ async def _call_moved(peer: str) -> None:
     tell("called", torch.equal(await remote(counter).scale(large), large))
 
 
+async def vanishes(rank: int, *, old: str, **world: Any) -> None:
+    """Torch's connections to a host that is gone without a word, once a process elsewhere is in."""
+    options: Any = {"rank": rank, "world_size": 2, "heartbeat": HEARTBEAT, **world}
+    async with aiorpc.worker(**options) as me:
+        (peer,) = me.peers
+        await asyncio.to_thread(rpc.rpc_sync, peer, os.getpid)  # opens them
+        tell("ready")
+        await told()
+        if rank == 0:
+            assert await aiorpc.call(peer, os.getpid) != os.getpid()
+            while sockets_to(old):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            tell("closed")
+            await told()
+    tell("left")
+
+
+def sockets_to(address: str) -> int:
+    """Return how many sockets are connected with a host, without the directory's."""
+    connected = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+    return sum(each.raddr.ip == address and each.laddr.port != 29500 for each in connected)
+
+
 PATH_HEARTBEAT = 2.0
 
 
