@@ -257,9 +257,10 @@ async def main(given: argparse.Namespace) -> None:
         try:
             await ROLES[given.role](given)
             await me.serve()  # until all have ended
-        finally:  # SIGTERM has cancelled it
+        except asyncio.CancelledError:  # SIGTERM; peers are told of any other exception
             await me.leave()
             tell(left=given.role)
+            raise
 
 
 def run(given: argparse.Namespace) -> None:

@@ -20,8 +20,8 @@ import re
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from .._torch.modules import python_function, reduce_script
@@ -43,6 +43,11 @@ NAMED = type, FunctionType
 
 
 WRAPPERS = classmethod, staticmethod
+
+CONSTANTS = int, float, str, bytes
+
+Use = Callable[[], Any]
+"""Returns what a global had; None if that is gone."""
 
 
 class NotByName(pickle.PicklingError):
@@ -106,7 +111,14 @@ def dump_by_value(value: Any, parts: PickleParts, reduce: Reduce, cause: NotByNa
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise pickle.PicklingError(f"{cause}; to send it by value: {EXTRA}") from None
-    _pickler_class(cloudpickle)(parts, reduce).dump(value)
+    pickler = _pickler_class(cloudpickle)(parts, reduce)
+    try:
+        pickler.dump(value)
+    except Exception as exc:
+        exc.__suppress_context__ = True  # that its name cannot be resolved is no mistake
+        for note in pickler.unsendable_globals():
+            exc.add_note(note)
+        raise
 
 
 @functools.lru_cache(maxsize=1)
@@ -117,6 +129,17 @@ def _pickler_class(cloudpickle: Any) -> Any:
         def __init__(self, parts: PickleParts, reduce: Reduce) -> None:
             super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
             self._reduce = reduce
+            self._functions: list[FunctionType] = []
+
+        def unsendable_globals(self) -> Iterator[str]:
+            """Yield for each global of a function that cannot be pickled which one it is."""
+            for function in self._functions:
+                for name in _global_names(function.__code__) & function.__globals__.keys():
+                    try:
+                        type(self)(PickleParts(), self._reduce).dump(function.__globals__[name])
+                    except Exception:
+                        what = f"{function.__qualname__} uses the global {name!r}"
+                        yield f"({what}, which cannot be sent: make what it needs an argument)"
 
         def reducer_override(self, obj: Any) -> Any:
             own = getattr(type(obj), "__aiorpc_reduce__", None)
@@ -128,6 +151,8 @@ def _pickler_class(cloudpickle: Any) -> Any:
                 return NotImplemented
             if isinstance(obj, type):
                 _warn_of_old_copies(obj)
+            else:
+                self._functions.append(obj)
             return _with_identity(obj, super().reducer_override(obj))
 
     return ByValuePickler
@@ -174,18 +199,25 @@ def _warn_of_old_copies(cls: type) -> None:
     uses = _uses(cls)
     before = _objects.uses.get(cls, uses)
     _objects.uses[cls] = uses  # one warning for each change
-    for name in uses.keys() & before.keys():
-        if uses[name]() is not before[name]():
+    for name, use in uses.items():
+        if name not in before or not _is_same(use(), before[name]()):
+            what = f"keep the old {name}" if name in before else f"have no {name}"
             log.warning(
                 "%s was defined again after %s, which uses it, was sent to a worker: workers that "
-                "have %s keep the old %s. Define %s again too, or restart them",
-                *(name, cls.__qualname__, cls.__qualname__, name, cls.__qualname__),
+                "have %s %s. Define %s again too, or restart them",
+                *(name, cls.__qualname__, cls.__qualname__, what, cls.__qualname__),
             )
 
 
-def _uses(cls: type) -> dict[str, weakref.ref[Any]]:
-    """Return what travels by value of the globals of a class's methods, and of what these call."""
-    found: dict[str, weakref.ref[Any]] = {}
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, CONSTANTS) and (type(one), one) == (type(other), other))
+
+
+def _uses(cls: type) -> dict[str, Use]:
+    """Return the globals of a class's methods, and of what these call: what travels by value,
+    constants and modules.
+    """
+    found: dict[str, Use] = {}
     seen: set[FunctionType] = set()  # a function may be its own `__wrapped__`
     waiting = [*vars(cls).values()]
     while waiting:
@@ -200,10 +232,18 @@ def _uses(cls: type) -> dict[str, weakref.ref[Any]]:
         waiting.append(vars(function).get("__wrapped__"))
         for name in _global_names(function.__code__):
             value = function.__globals__.get(name)
-            if name not in found and isinstance(value, NAMED) and is_by_value(value):
+            if name in found:
+                continue
+            if isinstance(value, NAMED) and is_by_value(value):
                 found[name] = weakref.ref(value)
                 waiting.append(value)
+            elif isinstance(value, (*CONSTANTS, ModuleType)):
+                found[name] = functools.partial(_constant, value)
     return found
+
+
+def _constant(value: Any) -> Any:
+    return value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,7 +266,7 @@ class _Objects:
         self.identities: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
         self.own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.complete: weakref.WeakSet[Any] = weakref.WeakSet()  # own, and received classes
-        self.uses: weakref.WeakKeyDictionary[type, dict[str, weakref.ref[Any]]]
+        self.uses: weakref.WeakKeyDictionary[type, dict[str, Use]]
         self.uses = weakref.WeakKeyDictionary()  # of classes that were sent
 
 

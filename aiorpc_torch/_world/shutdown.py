@@ -16,6 +16,7 @@ from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._node.node import Node
+from .._text import summary_of
 from .._torch.agent import Agent, is_running
 from .._torch.thread_state import free_dead_thread_states
 from .directory_client import DirectoryClient
@@ -37,8 +38,7 @@ def describe_failure(exc: BaseException) -> str:
     """Return for the peers what ends a worker's block: one line, and the traceback."""
     if isinstance(exc, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
         return "its block was cancelled"
-    summary = traceback.format_exception_only(exc)[-1].strip()
-    return "\n".join([f"its block raised {summary}", *traceback.format_exception(exc)])
+    return "\n".join([f"its block raised {summary_of(exc)}", *traceback.format_exception(exc)])
 
 
 @dataclass(eq=False)

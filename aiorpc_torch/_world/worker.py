@@ -186,8 +186,11 @@ class Worker:
     async def leave(self) -> None:
         """Leave the world while the others go on; return when no call runs here any more.
 
-            finally:  # after SIGTERM, say
+            except asyncio.CancelledError:  # SIGTERM, say
                 await me.leave()
+                raise
+
+        Not in a `finally:`: peers would not hear of the exception that ends the block.
 
         From now on this worker takes no new calls: those of its peers raise `WorkerLeft`, and
         `changes()` tells them "left". The calls that run here get `stop_timeout` seconds, or 10 if
@@ -302,8 +305,9 @@ async def worker(
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
             frozen or unreachable. At least 0.05. (A peer that dies is detected at once.)
         watchdog: Seconds after which the process ends, with a non-zero exit code, if its event loop
-            has not run: a method blocks it, C code keeps the GIL, or the process was frozen. The
-            stacks of its threads are printed on stderr. At least 1 (default: AIORPC_TORCH_WATCHDOG
+            has not run: a method blocks it, C code keeps the GIL, or the process was frozen. It
+            ends an eighth later at most, and never before. The stacks of its threads are printed
+            on stderr. At least 1 (default: AIORPC_TORCH_WATCHDOG
             in the environment, else no watchdog). Whatever supervises the process starts a new one.
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
             the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that

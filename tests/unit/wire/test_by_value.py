@@ -2,8 +2,10 @@
 
 import dataclasses
 import enum
+import json as json_module
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -305,6 +307,40 @@ def test_what_a_class_uses_is_defined_again_after_it_was_sent(
     (warning,) = caplog.messages
     assert warning.startswith("scale was defined again after ")
     assert warning.endswith(".Local again too, or restart them")
+
+
+def test_a_constant_that_a_class_uses_is_changed_or_new_after_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "rate", 0.5, raising=False)
+
+    class Local:
+        def act(self) -> Any:
+            return rate, later, json  # type: ignore[name-defined]  # noqa: F821
+
+    pack(Local)
+    monkeypatch.setattr(here, "rate", float("0.5"))  # an equal one
+    pack(Local)
+    assert not caplog.records
+    monkeypatch.setattr(here, "rate", 0.25)
+    pack(Local)
+    assert caplog.messages.pop().endswith(".Local again too, or restart them")
+    monkeypatch.setattr(here, "later", 1, raising=False)
+    monkeypatch.setattr(here, "json", json_module, raising=False)
+    pack(Local)
+    found = sorted(each.split(" was defined")[0] for each in caplog.messages[1:])
+    assert found == ["json", "later"]
+    assert "have no later. Define" in "".join(caplog.messages)
+
+
+def test_a_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "lock", threading.Lock(), raising=False)
+    with pytest.raises(TypeError, match="cannot pickle") as error:
+        pack(lambda: (lock, pytest))  # type: ignore[name-defined]  # noqa: F821
+    (note,) = error.value.__notes__
+    assert "<lambda> uses the global 'lock', which cannot be sent" in note
+    assert error.value.__suppress_context__
 
 
 @pytest.mark.timeout(30)
