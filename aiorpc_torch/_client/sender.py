@@ -18,7 +18,7 @@ from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
 from .._wire.tensor_table import TensorTable
-from .._wire.wire_targets import NamedTarget
+from .._wire.wire_targets import NamedTarget, forget_unsent
 from ..errors import NotInWorld, RpcError
 from .call_encoder import slot_key
 
@@ -156,5 +156,6 @@ class CallSender:
 
 def _on_dropped(call: EncodedCall) -> None:
     """Forget a call that was cancelled before it was sent."""
+    forget_unsent(call.head.target)
     if call.recorded is not None:
         call.recorded.failed("was cancelled before it was sent")

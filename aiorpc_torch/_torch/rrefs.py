@@ -114,6 +114,11 @@ class RRefTable:
         if self._is_closed:
             self.unpin()
 
+    def waits_for_forks(self, data: Any) -> bool:
+        """Return whether torch's end waits for a fork that this process made."""
+        is_own = data[5] == self.worker_id
+        return self._adopted and is_own and data[0] not in self.gone and not self._is_closed
+
     def find(self, named: "RRefBase[Any] | RRefId") -> Any:
         """Return the object of a call."""
         if self._is_closed:  # torch may have shut down, and would wait for the object without end
@@ -373,6 +378,17 @@ def take_back(data: Any, mode: SharingMode) -> None:
         _table.end_loan(data[4])
     elif mode != PINNED and data[0] == data[5] == _table.worker_id:  # its owner has sent it
         _cancel_fork(data)
+
+
+def forget_fork(data: Any, mode: SharingMode) -> None:
+    """Let torch forget the fork of a call that was not sent.
+
+    The program's own `rpc.shutdown` would wait for it without end. torch asks the owner, and aborts
+    this process if the owner does not answer: so not if that is known to be gone.
+    """
+    if mode == BY_TORCH and _table.waits_for_forks(data):
+        with contextlib.suppress(RuntimeError):  # torch has shut down
+            _cancel_fork(data)
 
 
 def rref_id(rref: "RRefBase[Any]") -> RRefId | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.modules import python_function
-from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, serialize_rref
+from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, forget_fork, serialize_rref
 from .buffers import NOTHING, Outside
 from .by_value import NAMED, explain, find, refuse_by_value
 from .exceptions import RemoteFailure, try_add_note
@@ -194,4 +194,12 @@ def read_named(target: NamedTarget, find_named: Callable[[str, str], Any]) -> Ta
 
 _KINDS = METHOD, BOUND, MAKE, FUNCTION, CREATE, FETCH
 _KINDS_OF: dict[type, str] = {BoundTarget: BOUND, MakeTarget: MAKE, FunctionTarget: FUNCTION}
+
+
+def forget_unsent(target: EncodedTarget) -> None:
+    """Let torch forget what a call that was not sent has forked."""
+    if type(target) is NamedTarget and type(target.on) is bytes:
+        forget_fork(*_read_rref(target.on))
+
+
 _read_rref = reader(tuple[tuple[int, int, int, int, int, int, str], SharingMode])

@@ -279,6 +279,30 @@ def test_a_peer_that_never_attaches(players: Players, options: dict[str, float])
     assert "was not sent" in error
 
 
+def call_of_torchs_rref(worker: str) -> str:
+    rref = rpc.remote(worker, Server)
+
+    async def main() -> Any:
+        with aiorpc.timeout(0.2):
+            return await remote(rref).add(1)
+
+    return error_of(main)
+
+
+def shut_torch_down() -> None:
+    rpc.shutdown(timeout=PATIENCE / 2)  # type: ignore[no-untyped-call]
+
+
+def test_torch_shuts_down_after_a_call_of_its_rref_that_was_not_sent() -> None:
+    """Its fork of the RRef, for which torch would wait, is given up."""
+    with cast("ps", "t0") as players:
+        players["t0"].run(enter)
+        assert "was not sent" in players["t0"].run(call_of_torchs_rref, "ps")
+        players["t0"].run(leave)
+        for each in [each.start(shut_torch_down) for each in players.values()]:
+            each.result()
+
+
 def _enter_with(options: dict[str, Any]) -> None:
     enter(**options)
 
