@@ -12,6 +12,7 @@ and the peer is pinged. If it answers otherwise, the next call opens another con
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -274,8 +275,8 @@ class Membership:
         self._node.end_process(peer, error, text)
         if is_replaced and (address := self._peers.address_elsewhere(peer)):
             own, others = self._peers.own.member.address, self._peers.addresses()
-            end_once_silent(address, own, self._heartbeat, others)
-            self._start(self._see_off(peer))
+            if end_once_silent(address, own, self._heartbeat, others):
+                self._start(_ping_once(peer))
 
     def _forget(self, peer: Peer) -> None:
         self._node.end_process(peer, WorkerLeft(peer.name), left_text(peer.name))
@@ -486,3 +487,9 @@ class Membership:
     async def _wait_for_change(self, entry: Entry) -> None:
         while entry.next is None and not self.log.is_closed:
             await self._changed.wait()
+
+
+async def _ping_once(peer: Peer) -> None:
+    """Send a message that fails: torch closes the sockets of a broken pipe only then. (2.15)"""
+    with contextlib.suppress(Exception):
+        await wrap_future(ping(peer.member.info))

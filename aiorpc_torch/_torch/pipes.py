@@ -27,17 +27,22 @@ def send_again_to(addresses: Iterable[str], own_address: str) -> bool:
     return is_missing
 
 
-def end_once_silent(address: str, own_address: str, seconds: float, others: Iterable[str]) -> None:
+def end_once_silent(address: str, own_address: str, seconds: float, others: Iterable[str]) -> bool:
     """Let torch's connections with a process that has ended fail: perhaps its host is gone.
+
+    Return whether there is one to the process.
 
     Then nothing closes them, and on idle ones TCP asks nothing. Those that the process has opened
     cannot be told from those of `others` on its host: there they fail after the time that TCP has
     by default.
     """
     is_shared = _split(address).hostname in {_split(each).hostname for each in others}
+    found = False
     for each, is_to in _sockets([address], own_address):
+        found |= is_to
         with contextlib.suppress(OSError):  # it has ended
             end_when_silent(each, LONGEST_SILENCE if is_shared and not is_to else seconds)
+    return found
 
 
 def _sockets(addresses: Iterable[str], own_address: str) -> Iterator[tuple[socket.socket, bool]]:

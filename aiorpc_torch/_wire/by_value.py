@@ -134,7 +134,8 @@ def _pickler_class(cloudpickle: Any) -> Any:
         def unsendable_globals(self) -> Iterator[str]:
             """Yield for each global of a function that cannot be pickled which one it is."""
             for function in self._functions:
-                for name in _global_names(function.__code__) & function.__globals__.keys():
+                names = _global_names(function.__code__) & function.__globals__.keys()
+                for name in sorted(names):
                     try:
                         type(self)(PickleParts(), self._reduce).dump(function.__globals__[name])
                     except Exception:
@@ -201,11 +202,12 @@ def _warn_of_old_copies(cls: type) -> None:
     _objects.uses[cls] = uses  # one warning for each change
     for name, use in uses.items():
         if name not in before or not _is_same(use(), before[name]()):
-            what = f"keep the old {name}" if name in before else f"have no {name}"
+            is_new = name not in before
             log.warning(
-                "%s was defined again after %s, which uses it, was sent to a worker: workers that "
-                "have %s %s. Define %s again too, or restart them",
-                *(name, cls.__qualname__, cls.__qualname__, what, cls.__qualname__),
+                "%s was defined %safter %s, which uses it, was sent to a worker: workers that have "
+                "%s %s %s. Define %s again too, or restart them",
+                *(name, "" if is_new else "again ", cls.__qualname__, cls.__qualname__),
+                *("have no" if is_new else "keep the old", name, cls.__qualname__),
             )
 
 
