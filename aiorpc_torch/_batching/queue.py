@@ -392,6 +392,7 @@ class BatchQueue:
         asked = [batch]  # emptied later: the function's context outlives the members
         end: End | None = None
         failure: BaseException | None = None
+        began = time.monotonic()
         try:
             end = self._enter(batch, running, asked)
             steps = self._run_function(batch, args)
@@ -402,6 +403,7 @@ class BatchQueue:
             note_has_run(exc)
             failure = exc
             results = failure_per_caller(exc, len(batch.items), self._function.name)
+        self._counters.busy += time.monotonic() - began
         if end is not None:
             end(failure)
         args.clear()  # an exception keeps this frame alive

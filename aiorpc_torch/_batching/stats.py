@@ -26,6 +26,9 @@ class BatchStats:
         waiting: Calls that wait now.
         wait_p50: Seconds from a call's arrival to the start of its batch: median of recent calls.
         wait_p99: Seconds from a call's arrival to the start of its batch: 99th percentile.
+        busy: Seconds for which batches that have ended ran, waits for the turn of an `@exclusive`
+            object included: all added up, also of those that ran side by side. Between two looks,
+            what was added by the time between them is the share of time in which one ran.
         rows: Rows in these batches, if `concat=True` bounds them by `max_weight`; else None.
         max_rows: Rows in a full batch, or None.
         fill: Average size of a batch divided by the size of a full one: its rows by `max_rows`, or
@@ -39,6 +42,7 @@ class BatchStats:
     waiting: int
     wait_p50: float | None
     wait_p99: float | None
+    busy: float = 0.0
     rows: float | None = None
     max_rows: float | None = None
     fill: float = field(init=False)
@@ -67,6 +71,7 @@ class BatchCounters:
     queues: WeakIdentityDict[Sized, None] = field(default_factory=WeakIdentityDict)
     items: int = 0
     batches: int = 0
+    busy: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -133,6 +138,7 @@ def _snapshot(group: Sequence[BatchCounters]) -> BatchStats:
         rows=sum(each.rows for each in group) if limits else None,
         max_rows=max(limits, default=None),
         batches=sum(counters.batches for counters in group),
+        busy=sum(counters.busy for counters in group),
         items=sum(counters.items for counters in group),
         size=max(counters.size for counters in group),
         reasons=dict(reasons),

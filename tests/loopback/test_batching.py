@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -577,6 +578,31 @@ async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
     assert meet.reasons == {"round": 1, "quorum": 1}
     assert isinstance(fail, BatchStats)
     assert (fail.reasons, fail.batches, fail.fill, fail.wait_p50) == ({"timeout": 1}, 0, 0.0, None)
+
+
+class Busy:
+    @batched(max_size=2)
+    async def run(self, seconds: list[float]) -> list[float]:
+        await asyncio.sleep(max(seconds))
+        return seconds
+
+    @batched(max_size=2)
+    async def fail(self, seconds: list[float]) -> list[float]:
+        await asyncio.sleep(max(seconds))
+        raise ValueError
+
+
+async def test_how_long_batches_ran() -> None:
+    """Once for all of their calls, those that failed too."""
+    async with aiorpc.local_world(0):
+        far, began = remote(RRef(Busy())), time.monotonic()
+        await asyncio.gather(far.run(0.02), far.run(0.02))
+        with pytest.raises(ValueError, match=r"^$"):
+            await far.fail(0.02)
+        elapsed, found = time.monotonic() - began, stats().batches
+    both = [found[f"Busy.{name}"].busy for name in ("run", "fail")]
+    assert min(both) >= 0.015  # a clock may have steps
+    assert sum(both) <= elapsed
 
 
 # ── plain torch clients ─────────────────────────────────────────────────────────────────────────
