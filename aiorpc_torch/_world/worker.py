@@ -107,7 +107,11 @@ class Worker:
         return self._node.manager
 
     def __repr__(self) -> str:
-        return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
+        size = self.world_size
+        of = (
+            f" of {size}" if self.rank < size else ""
+        )  # ranks of those that left are not given again
+        return f"<Worker {self.name}, rank {self.rank}{of}>"
 
     if not TYPE_CHECKING:  # type checkers report the mistake themselves
 
