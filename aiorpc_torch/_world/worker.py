@@ -107,10 +107,8 @@ class Worker:
         return self._node.manager
 
     def __repr__(self) -> str:
-        size = self.world_size
-        of = (
-            f" of {size}" if self.rank < size else ""
-        )  # ranks of those that left are not given again
+        # Ranks are not given again: one that has joined may have any.
+        of = f" of {self.world_size}" if self.rank < self.world_size else ""
         return f"<Worker {self.name}, rank {self.rank}{of}>"
 
     if not TYPE_CHECKING:  # type checkers report the mistake themselves
