@@ -42,10 +42,10 @@ def printable_parts(value: Any) -> Any:
 
 
 def summary_of(exc: BaseException) -> str:
-    """Return an exception's class and text in one line, without its notes; a group's first, too."""
+    """Return an exception's class and the first line of its text; of a group the first's, too."""
     shown = traceback.TracebackException(type(exc), exc, None)
     shown.__notes__ = None  # they would come after it  # type: ignore[assignment]
     first = exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else None
     shown.exceptions = None
-    text = [*shown.format_exception_only()][-1].strip()
+    text = [*shown.format_exception_only()][-1].strip().partition("\n")[0]
     return text if first is None else f"{text}: {summary_of(first)}"

@@ -636,7 +636,7 @@ class Connection(Channel):
 
         Unless this one had such calls, and has sent none: the next one would not either.
         """
-        unsent = [each for each in self.state.withdraw() if each.number in self.pending]
+        unsent = self.state.withdraw_pending()
         if not unsent:
             return
         with contextlib.suppress(RpcError):  # the peer leaves, or was replaced, or this one leaves

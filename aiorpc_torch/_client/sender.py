@@ -156,6 +156,6 @@ class CallSender:
 
 def _on_dropped(call: EncodedCall) -> None:
     """Forget a call that was cancelled before it was sent."""
-    forget_unsent(call.head.target)
+    forget_unsent(call.head.target, call.cells)
     if call.recorded is not None:
         call.recorded.failed("was cancelled before it was sent")

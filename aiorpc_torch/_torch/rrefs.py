@@ -376,17 +376,12 @@ def take_back(data: Any, mode: SharingMode) -> None:
     """Drop what `serialize_rref` has kept for a receiver that gets nothing."""
     if _is_lent(data):
         _table.end_loan(data[4])
-    elif mode != PINNED and data[0] == data[5] == _table.worker_id:  # its owner has sent it
-        _cancel_fork(data)
-
-
-def forget_fork(data: Any, mode: SharingMode) -> None:
-    """Let torch forget the fork of a call that was not sent.
-
-    The program's own `rpc.shutdown` would wait for it without end. torch asks the owner, and aborts
-    this process if the owner does not answer: so not if that is known to be gone.
-    """
-    if mode == BY_TORCH and _table.waits_for_forks(data):
+        return
+    is_owner = data[0] == data[5] == _table.worker_id
+    # The program's own `rpc.shutdown` would wait without end for the fork of an RRef of
+    # `rpc.remote`. torch asks the owner, and aborts this process if the owner does not answer: so
+    # not if that is known to be gone.
+    if (mode != PINNED and is_owner) or (mode == BY_TORCH and _table.waits_for_forks(data)):
         with contextlib.suppress(RuntimeError):  # torch has shut down
             _cancel_fork(data)
 

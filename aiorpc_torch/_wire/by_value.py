@@ -9,6 +9,7 @@ sender's own object.
 (tests/unit/wire/test_by_value.py)
 """
 
+import contextlib
 import dis
 import functools
 import importlib
@@ -44,7 +45,8 @@ NAMED = type, FunctionType
 
 WRAPPERS = classmethod, staticmethod
 
-CONSTANTS = int, float, str, bytes
+CONSTANTS = frozenset((bool, int, float, str, bytes, type(None)))
+"""Types of constants. A subclass may have an equality that raises."""
 
 Use = Callable[[], Any]
 """Returns what a global had; None if that is gone."""
@@ -115,9 +117,10 @@ def dump_by_value(value: Any, parts: PickleParts, reduce: Reduce, cause: NotByNa
     try:
         pickler.dump(value)
     except Exception as exc:
-        exc.__suppress_context__ = True  # that its name cannot be resolved is no mistake
-        for note in pickler.unsendable_globals():
-            exc.add_note(note)
+        with contextlib.suppress(Exception):  # a frozen exception
+            exc.__suppress_context__ = True  # that its name cannot be resolved is no mistake
+            for note in pickler.unsendable_globals():
+                exc.add_note(note)
         raise
 
 
@@ -212,14 +215,18 @@ def _warn_of_old_copies(cls: type) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, CONSTANTS) and (type(one), one) == (type(other), other))
+    if one is other:
+        return True
+    is_constant = type(one) is type(other) and type(one) in CONSTANTS
+    return is_constant and (one == other or (one != one and other != other))  # NaN
 
 
 def _uses(cls: type) -> dict[str, Use]:
     """Return the globals of a class's methods, and of what these call: what travels by value,
-    constants and modules.
+    constants and modules; of others None. Those that a function assigns are no constants.
     """
     found: dict[str, Use] = {}
+    assigned: set[str] = set()
     seen: set[FunctionType] = set()  # a function may be its own `__wrapped__`
     waiting = [*vars(cls).values()]
     while waiting:
@@ -232,16 +239,18 @@ def _uses(cls: type) -> dict[str, Use]:
         if not is_by_value(function):  # peers import it
             continue
         waiting.append(vars(function).get("__wrapped__"))
-        for name in _global_names(function.__code__):
-            value = function.__globals__.get(name)
+        assigned |= _global_names(function.__code__, "STORE_GLOBAL")
+        for name in _global_names(function.__code__) & function.__globals__.keys():
+            value = function.__globals__[name]
             if name in found:
                 continue
             if isinstance(value, NAMED) and is_by_value(value):
                 found[name] = weakref.ref(value)
                 waiting.append(value)
-            elif isinstance(value, (*CONSTANTS, ModuleType)):
-                found[name] = functools.partial(_constant, value)
-    return found
+            else:
+                is_kept = type(value) in CONSTANTS or isinstance(value, ModuleType)
+                found[name] = functools.partial(_constant, value if is_kept else None)
+    return {name: use for name, use in found.items() if name not in assigned}
 
 
 def _constant(value: Any) -> Any:
@@ -249,11 +258,11 @@ def _constant(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> frozenset[str]:
+def _global_names(code: CodeType, step: str = "LOAD_GLOBAL") -> frozenset[str]:
     steps = dis.get_instructions(code)
-    names = {each.argval for each in steps if each.opname == "LOAD_GLOBAL"}
+    names = {each.argval for each in steps if each.opname == step}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(names).union(*map(_global_names, inner))
+    return frozenset(names).union(*(_global_names(each, step) for each in inner))
 
 
 # ── received ────────────────────────────────────────────────────────────────────────────────────

@@ -185,7 +185,9 @@ class SendState(Generic[C]):
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
         if number in self._admitted:
-            del self._admitted[number]
+            call = self._admitted.pop(number)
+            if number in self._copies.unfilled:  # it is copied, and is not queued again
+                self._drop(call)
             self.ready += self._copies.drop(number)
             self.window.answered((number,))
         elif number in self.window:
@@ -269,6 +271,16 @@ class SendState(Generic[C]):
         for call in self.withdraw():
             self._drop(call)
         return self.window.release_all()
+
+    def withdraw_pending(self) -> list[C]:
+        """Return the unsent calls that have a waiting caller, in order; drop the others."""
+        found = []
+        for call in self.withdraw():
+            if call.number in self._pending:
+                found.append(call)
+            else:
+                self._drop(call)
+        return found
 
     def withdraw(self) -> list[C]:
         """Return the unsent calls in the order in which they were made; forget them."""

@@ -57,11 +57,21 @@ class PickledValue:
         outside: The number of those parts, and the bytes of each buffer.
 
     Attributes:
+        rrefs: What `serialize_rref` has returned for the RRefs in it.
         on_host: The tensors' bytes (`staged.stage`); None before they are looked at, () if they
             travel by torch RPC.
     """
 
-    __slots__ = ("_without_graph", "data", "fence", "on_host", "outside", "size", "tensors")
+    __slots__ = (
+        "_without_graph",
+        "data",
+        "fence",
+        "on_host",
+        "outside",
+        "rrefs",
+        "size",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -76,6 +86,7 @@ class PickledValue:
         self._without_graph = without_graph
         self.fence = fence_tensors(tensors)
         self.on_host: Sequence[Tensor] | None = None
+        self.rrefs: Sequence[tuple[Any, SharingMode]] = ()
         self.size = len(data) + sum(map(size_of, tensors))
 
     def on_the_wire(self) -> tuple[Any, ...]:
@@ -152,7 +163,9 @@ class SharedPickle:
         ]
         packer = _ValuePickler(self._shared.tensors)
         packer.without_graph = self._without_graph
-        return packer.pack(_Filled(self._shared, filled))
+        packed = packer.pack(_Filled(self._shared, filled))
+        packed.rrefs = ()  # not to be taken back: a retry sends the same pickle
+        return packed
 
 
 class ValueSlot(NamedTuple):
@@ -230,7 +243,7 @@ class _ValuePickler(pickle.Pickler):
         self._given = tensors
         self.without_graph: type[Tensor] | None = None  # class of a tensor that loses its graph
         # By `id`; each is forked or lent once, and lives as long as its `id` stands for it.
-        self._rrefs: dict[int, tuple[Any, Any]] = {}
+        self._rrefs: dict[int, tuple[Any, tuple[Any, SharingMode]]] = {}
 
     def pack(self, value: Any) -> PickledValue:
         """Pickle a value, once; by value if it has to be."""
@@ -240,7 +253,10 @@ class _ValuePickler(pickle.Pickler):
             for _, sent in self._rrefs.values():
                 take_back(*sent)
             raise
-        return PickledValue(*self.parts.end(), self.without_graph)
+        packed = PickledValue(*self.parts.end(), self.without_graph)
+        if self._rrefs:
+            packed.rrefs = [sent for _, sent in self._rrefs.values()]
+        return packed
 
     def _dump(self, value: Any) -> None:
         try:

@@ -45,7 +45,11 @@ def stage(packed: PickledValue, mapped: DeviceMapping) -> PickledValue:
         return packed
     if packed.on_host is None:
         packed.on_host = copies_on_host(packed.tensors, packed.fence) or ()
-    return pack(_Staged(packed, packed.on_host, mapped)) if packed.on_host else packed
+    if not packed.on_host:
+        return packed
+    staged = pack(_Staged(packed, packed.on_host, mapped))
+    staged.rrefs = packed.rrefs
+    return staged
 
 
 class _Staged:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.modules import python_function
-from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, forget_fork, serialize_rref
+from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, serialize_rref, take_back
 from .buffers import NOTHING, Outside
 from .by_value import NAMED, explain, find, refuse_by_value
 from .exceptions import RemoteFailure, try_add_note
@@ -196,10 +196,14 @@ _KINDS = METHOD, BOUND, MAKE, FUNCTION, CREATE, FETCH
 _KINDS_OF: dict[type, str] = {BoundTarget: BOUND, MakeTarget: MAKE, FunctionTarget: FUNCTION}
 
 
-def forget_unsent(target: EncodedTarget) -> None:
-    """Let torch forget what a call that was not sent has forked."""
+def forget_unsent(target: EncodedTarget, cells: Sequence[Any]) -> None:
+    """Drop what is kept for the receiver of a call that was not sent: forks of RRefs, and loans."""
     if type(target) is NamedTarget and type(target.on) is bytes:
-        forget_fork(*_read_rref(target.on))
+        take_back(*_read_rref(target.on))
+    for each in (target, *cells):
+        if type(each) is PickledValue:
+            for sent in each.rrefs:
+                take_back(*sent)
 
 
 _read_rref = reader(tuple[tuple[int, int, int, int, int, int, str], SharingMode])

@@ -279,11 +279,15 @@ def test_a_peer_that_never_attaches(players: Players, options: dict[str, float])
     assert "was not sent" in error
 
 
-def call_of_torchs_rref(worker: str) -> str:
+def call_with_torchs_rref(worker: str, way: str) -> str:
     rref = rpc.remote(worker, Server)
 
     async def main() -> Any:
         with aiorpc.timeout(0.2):
+            if way == "argument":
+                return await call(worker, double, rref)
+            if way == "lambda":
+                return await call(rref, lambda server: server.add(1))
             return await remote(rref).add(1)
 
     return error_of(main)
@@ -293,11 +297,12 @@ def shut_torch_down() -> None:
     rpc.shutdown(timeout=PATIENCE / 2)  # type: ignore[no-untyped-call]
 
 
-def test_torch_shuts_down_after_a_call_of_its_rref_that_was_not_sent() -> None:
+@pytest.mark.parametrize("way", ["method", "argument", "lambda"])
+def test_torch_shuts_down_after_a_call_with_its_rref_that_was_not_sent(way: str) -> None:
     """Its fork of the RRef, for which torch would wait, is given up."""
     with cast("ps", "t0") as players:
         players["t0"].run(enter)
-        assert "was not sent" in players["t0"].run(call_of_torchs_rref, "ps")
+        assert "was not sent" in players["t0"].run(call_with_torchs_rref, "ps", way)
         players["t0"].run(leave)
         for each in [each.start(shut_torch_down) for each in players.values()]:
             each.result()

@@ -149,3 +149,5 @@ def test_the_summary_of_an_exception() -> None:
     assert summary_of(group) == (
         "ExceptionGroup: of tasks (2 sub-exceptions): ValueError: bad shape"
     )
+    group = ExceptionGroup("of tasks", [RuntimeError("two\nlines")])
+    assert summary_of(group) == "ExceptionGroup: of tasks (1 sub-exception): RuntimeError: two"

@@ -334,6 +334,64 @@ def test_a_constant_that_a_class_uses_is_changed_or_new_after_it_was_sent(
     assert "have no later. Define" in "".join(caplog.messages)
 
 
+class Odd(str):
+    """A constant whose equality raises."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, _: object) -> bool:
+        raise ZeroDivisionError
+
+
+def test_globals_that_are_no_other_after_a_class_was_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN is that of before, a number that the class counts is no constant; and odd subclasses."""
+
+    class Local:
+        def act(self) -> Any:
+            global counted
+            counted += 1  # type: ignore[name-defined]
+            return missing, odd  # type: ignore[name-defined]  # noqa: F821
+
+    for count in range(2):
+        for name, value in {"missing": float("nan"), "odd": Odd(), "counted": count}.items():
+            monkeypatch.setattr(sys.modules[__name__], name, value, raising=False)
+        pack(Local)
+    assert not caplog.records
+
+
+def test_a_global_that_was_none_or_a_list_when_a_class_was_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no new one."""
+
+    class Local:
+        def act(self) -> Any:
+            return changing  # type: ignore[name-defined]  # noqa: F821
+
+    for value in (None, 1, [2], 3):
+        monkeypatch.setattr(sys.modules[__name__], "changing", value, raising=False)
+        pack(Local)
+    assert len(caplog.messages) == 3
+    assert all(each.startswith("changing was defined again ") for each in caplog.messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+
+def test_a_frozen_exception_of_a_reduction() -> None:
+    class Local:
+        def __reduce__(self) -> Any:
+            raise Frozen("refused")
+
+    with pytest.raises(Frozen):
+        pack((lambda: None, Local()))
+
+
 def test_a_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "lock", threading.Lock(), raising=False)
     with pytest.raises(TypeError, match="cannot pickle") as error:

@@ -667,7 +667,20 @@ def test_a_call_that_is_cancelled_before_its_copy_is_sent(is_copied: bool) -> No
     assert is_copied or not state.end_copy(second)
     assert state.end_copy(first)
     assert [*batches_of(state)] == [[first], [Call(2, on="a")]]
+    assert dropped == [second]
     assert state.controls() is None
+    assert len(state) == 0
+
+
+@pytest.mark.promise("transport.unsent")
+def test_unsent_calls_that_another_connection_sends() -> None:
+    """Those that are cancelled are dropped."""
+    pending, dropped = {0, 2}, list[Call]()
+    state = new_state(pending, drop=dropped.append)
+    for number in range(3):
+        state.submit(Call(number), is_idle=False)
+    assert state.withdraw_pending() == [Call(0), Call(2)]
+    assert dropped == [Call(1)]
     assert len(state) == 0
 
 
