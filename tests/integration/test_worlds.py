@@ -192,15 +192,13 @@ def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
         if __name__ == "__mp_main__":
             os._exit(7)
         async def main():
-            async with aiorpc.local_world(["ps"]):
+            async with aiorpc.local_world(["ps"], start_timeout=3600.0):
                 pass
         if __name__ == "__main__":
             asyncio.run(main())
         """,
     )
-    start = time.monotonic()
-    done = run(path)
-    assert time.monotonic() - start < 30
+    done = run(path)  # `start_timeout` is longer than this waits
     assert done.stderr.splitlines()[-1] == (
         "aiorpc_torch.WorkerLost: worker 'ps' is lost: its process ended with exit code 7"
     )
