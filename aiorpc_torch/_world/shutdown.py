@@ -4,6 +4,7 @@ Every wait here has a timeout. The log names the peers that were not waited for.
 """
 
 import asyncio
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable
@@ -38,7 +39,9 @@ def describe_failure(exc: BaseException) -> str:
     """Return for the peers what ends a worker's block: one line, and the traceback."""
     if isinstance(exc, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
         return "its block was cancelled"
-    return "\n".join([f"its block raised {summary_of(exc)}", *traceback.format_exception(exc)])
+    with contextlib.suppress(Exception):  # a SyntaxError with odd attributes, say
+        return "\n".join([f"its block raised {summary_of(exc)}", *traceback.format_exception(exc)])
+    return f"its block raised {type(exc).__qualname__}, which cannot be shown"
 
 
 @dataclass(eq=False)

@@ -1,4 +1,6 @@
-"""How a worker serves until a peer has left."""
+"""How a worker serves until a peer has left, and what it tells of what ends its block."""
+
+import traceback
 
 import pytest
 
@@ -7,6 +9,7 @@ from aiorpc_torch._node.config import NodeConfig
 from aiorpc_torch._node.node import Node
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._world.shutdown import describe_failure
 from aiorpc_torch.types import Worker
 
 
@@ -27,3 +30,10 @@ async def test_a_peer_that_failed_is_lost() -> None:
     failure = WorkerLost("b", "its block raised ValueError: x")
     with pytest.raises(WorkerLost, match=r"'b' is lost: its block raised ValueError: x$"):
         await worker(Event.FAILURE, failure).serve("b")
+
+
+def test_an_exception_that_cannot_be_shown() -> None:
+    error = SyntaxError("odd", ("file.py", 1, 1, 3))
+    with pytest.raises(AttributeError):
+        traceback.format_exception(error)
+    assert describe_failure(error) == "its block raised SyntaxError, which cannot be shown"
