@@ -286,10 +286,10 @@ class BothEnds(RuleBasedStateMachine):
         if self.pending:
             number = [*self.pending][which % len(self.pending)]
             del self.pending[number]
-            assert self.state.cancel(number) is (number in self.taken)
             if number not in self.taken:
                 self.withdrawn.add(number)
                 self.shared.pop(number, None)
+            assert self.state.cancel(number) is (number in self.taken)
 
     @rule(steps=st.lists(st.tuples(st.integers(0, 7), INDICES), min_size=1, max_size=20))
     def go_on(self, steps: list[tuple[int, int]]) -> None:
@@ -402,6 +402,7 @@ class BothEnds(RuleBasedStateMachine):
         assert not (self.shared)
         assert not (self.state.controls())
         assert {*self.dropped} <= self.withdrawn
+        assert len({*self.dropped}) == len(self.dropped), "one was dropped twice"
         callee = self.callee
         assert not (callee.calls)
         assert not (callee.running)
