@@ -4,7 +4,6 @@ A name or a reason that another process has chosen may hold escape codes of term
 newlines that look like further lines of a log, or marks that reverse the direction of text.
 """
 
-import traceback
 from typing import Any
 
 LONGEST = 4096  # characters
@@ -39,13 +38,3 @@ def printable_parts(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable_parts(key): printable_parts(each) for key, each in value.items()}
     return value
-
-
-def summary_of(exc: BaseException) -> str:
-    """Return an exception's class and the first line of its text; of a group the first's, too."""
-    shown = traceback.TracebackException(type(exc), exc, None)
-    shown.__notes__ = None  # they would come after it  # type: ignore[assignment]
-    first = exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else None
-    shown.exceptions = None
-    text = [*shown.format_exception_only()][-1].strip().partition("\n")[0]
-    return text if first is None else f"{text}: {summary_of(first)}"

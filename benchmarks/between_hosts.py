@@ -83,7 +83,7 @@ def table(runs: dict[str, list[Found]], sizes: Sequence[int]) -> list[Row]:
 
 def main(given: argparse.Namespace) -> list[Row]:
     sizes = SIZES[:4] if given.quick else SIZES
-    other = "against" if given.against else "torch"
+    other = "other" if given.against else "torch"
     beside = ("ours", given.against.resolve()) if given.against else ("torch", HERE)
     sides: dict[str, tuple[str, Path]] = {"ours": ("ours", HERE), other: beside}
     runs: dict[str, list[Found]] = {name: [] for name in sides}
@@ -120,4 +120,4 @@ if __name__ == "__main__":
         reason = getattr(exc, "stderr", b"") or str(exc)
         print(f"no network namespaces here, nothing was measured: {reason!r}")
         sys.exit(0)
-    show(rows, other=f"{'it' if given.against else 'torch'}, idle or 99 %")
+    show(rows, other=f"{'other' if given.against else 'torch'}, idle or 99 %")

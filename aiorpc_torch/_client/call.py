@@ -294,24 +294,6 @@ class RemoteCall(LazyCall[Any]):
         return due, earlier(due, anyio_scope_deadline())
 
 
-class TorchStyleCall(RemoteCall):
-    """A call of a method that is named as what torch has between an RRef and a method."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):
-                raise no_attribute(self, name)
-            text = f"there is no '{self._what()}()' here: write `await remote(rref).{name}(...)`"
-            raise AttributeError(text, name=name, obj=self)
-
-
-OF_TORCH = frozenset(("rpc_sync", "rpc_async", "remote"))
-"""Names of methods whose call is a `TorchStyleCall`."""
-
-
 async def create_object(
     to: WorkerRef, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

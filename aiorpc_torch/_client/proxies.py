@@ -14,7 +14,7 @@ from torch.distributed.rpc import RRef
 from .._handles.mistakes import no_attribute
 from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
-from .call import OF_TORCH, RemoteCall, TorchStyleCall
+from .call import RemoteCall
 from .group import Group
 from .group_call import GroupCall
 from .named_members import NamedMembers
@@ -50,7 +50,7 @@ class RemoteProxy(Generic[T]):
         target = MethodTarget(rref, check_public_name(name))
         if retries := _retries_of(self):
             return RemoteMethod(RoutedCall, rref, target, _timeout_of(self), retries)
-        call = TorchStyleCall if name in OF_TORCH else RemoteCall
+        call = _TorchStyleCall if name in _OF_TORCH else RemoteCall
         return RemoteMethod(call, rref, target, _timeout_of(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> RemoteCall:
@@ -106,8 +106,25 @@ _PARTS = (
     "remote() reaches methods of the object, not of its parts: write a function of the object, "
     "`def f(obj, x): ...`, and `await call(rref, f, x)`"
 )
-_OF_OTHERS = frozenset(("remote", "options", "rpc_sync", "rpc_async", "call", "call_one"))
+_OF_TORCH = frozenset(("rpc_sync", "rpc_async", "remote"))
+"""What torch calls between an RRef and a method of its object."""
+
+_OF_OTHERS = _OF_TORCH | {"options", "call", "call_one"}
 """What other libraries call between a method and its arguments."""
+
+
+class _TorchStyleCall(RemoteCall):
+    """A call of a method that is named as what torch has between an RRef and a method."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise no_attribute(self, name)
+            text = f"there is no '{self._what()}()' here: write `await remote(rref).{name}(...)`"
+            raise AttributeError(text, name=name, obj=self)
 
 
 def _name_of(method: RemoteMethod) -> str:

@@ -17,7 +17,6 @@ from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._node.node import Node
-from .._text import summary_of
 from .._torch.agent import Agent, is_running
 from .._torch.thread_state import free_dead_thread_states
 from .directory_client import DirectoryClient
@@ -42,6 +41,16 @@ def describe_failure(exc: BaseException) -> str:
     with contextlib.suppress(Exception):  # a SyntaxError with odd attributes, say
         return "\n".join([f"its block raised {summary_of(exc)}", *traceback.format_exception(exc)])
     return f"its block raised {type(exc).__qualname__}, which cannot be shown"
+
+
+def summary_of(exc: BaseException) -> str:
+    """Return an exception's class and the first line of its text; of a group the first's, too."""
+    shown = traceback.TracebackException(type(exc), exc, None)
+    shown.__notes__ = None  # they would come after it  # type: ignore[assignment]
+    first = exc.exceptions[0] if isinstance(exc, BaseExceptionGroup) else None
+    shown.exceptions = None
+    text = [*shown.format_exception_only()][-1].strip().partition("\n")[0]
+    return text if first is None else f"{text}: {summary_of(first)}"
 
 
 @dataclass(eq=False)

@@ -308,9 +308,9 @@ async def worker(
             frozen or unreachable. At least 0.05. (A peer that dies is detected at once.)
         watchdog: Seconds after which the process ends, with a non-zero exit code, if its event loop
             has not run: a method blocks it, C code keeps the GIL, or the process was frozen. It
-            ends an eighth later at most, and never before. The stacks of its threads are printed
-            on stderr. At least 1 (default: AIORPC_TORCH_WATCHDOG
-            in the environment, else no watchdog). Whatever supervises the process starts a new one.
+            ends an eighth later at most, and never before. The stacks of its threads are printed on
+            stderr. At least 1 (default: AIORPC_TORCH_WATCHDOG in the environment, else no
+            watchdog). Whatever supervises the process starts a new one.
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
             the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).

@@ -21,7 +21,7 @@ from aiorpc_torch._directory.directory_messages import (
 from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._peers.peers import reason_of
 from aiorpc_torch._server.calls import ServerCall
-from aiorpc_torch._text import printable, printable_parts, summary_of
+from aiorpc_torch._text import printable, printable_parts
 from aiorpc_torch.errors import RemoteError, WorkerLost
 
 EVIL = "\x1b]0;title\x07\nWARNING forged \u202etxet"
@@ -138,16 +138,3 @@ def test_lines_of_the_log_are_lines(
     first, second = caplog.messages
     assert first == SHOWN
     assert second.startswith(f"{SHOWN} held the event loop")
-
-
-def test_the_summary_of_an_exception() -> None:
-    """Its class and text, whatever its notes are; of a group, those of the first one too."""
-    error = ValueError("bad shape")
-    error.add_note("(a note\nof two lines)")
-    assert summary_of(error) == "ValueError: bad shape"
-    group = ExceptionGroup("of tasks", [error, KeyError("x")])
-    assert summary_of(group) == (
-        "ExceptionGroup: of tasks (2 sub-exceptions): ValueError: bad shape"
-    )
-    group = ExceptionGroup("of tasks", [RuntimeError("two\nlines")])
-    assert summary_of(group) == "ExceptionGroup: of tasks (1 sub-exception): RuntimeError: two"

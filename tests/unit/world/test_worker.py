@@ -9,7 +9,7 @@ from aiorpc_torch._node.config import NodeConfig
 from aiorpc_torch._node.node import Node
 from aiorpc_torch._peers.peers import Event, Peers
 from aiorpc_torch._torch.agent import PeerInfo
-from aiorpc_torch._world.shutdown import describe_failure
+from aiorpc_torch._world.shutdown import describe_failure, summary_of
 from aiorpc_torch.types import Worker
 
 
@@ -37,3 +37,16 @@ def test_an_exception_that_cannot_be_shown() -> None:
     with pytest.raises(AttributeError):
         traceback.format_exception(error)
     assert describe_failure(error) == "its block raised SyntaxError, which cannot be shown"
+
+
+def test_the_summary_of_an_exception() -> None:
+    """Its class and text, whatever its notes are; of a group, those of the first one too."""
+    error = ValueError("bad shape")
+    error.add_note("(a note\nof two lines)")
+    assert summary_of(error) == "ValueError: bad shape"
+    group = ExceptionGroup("of tasks", [error, KeyError("x")])
+    assert summary_of(group) == (
+        "ExceptionGroup: of tasks (2 sub-exceptions): ValueError: bad shape"
+    )
+    group = ExceptionGroup("of tasks", [RuntimeError("two\nlines")])
+    assert summary_of(group) == "ExceptionGroup: of tasks (1 sub-exception): RuntimeError: two"
