@@ -52,9 +52,10 @@ class Model:
             await asyncio.sleep(0.001)
 
 
-def load() -> None:
+def load() -> Model:
     """Load the model of this worker. From then on it gets requests."""
-    aiorpc.register("model", Model())
+    aiorpc.register("model", model := Model())
+    return model
 
 
 class Front:
@@ -75,7 +76,8 @@ class Front:
         except (KeyError, TypeError, ValueError, RuntimeError) as exc:
             raise web.HTTPBadRequest(text="expected {'x': [four numbers]}") from exc
         with aiorpc.timeout(self.timeout):
-            y = await aiorpc.remote(self.models.any()).infer(x)
+            # Of a model whose process dies, another gets the request.
+            y = await aiorpc.remote(self.models.any(), retries=1).infer(x)
         return web.json_response({"y": y.tolist()})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -89,8 +91,10 @@ class Front:
         await response.prepare(request)
         try:
             await response.write(first.encode())
-            async for letter in letters:  # a client that leaves ends the generator
+            async for letter in letters:
                 await response.write(letter.encode())
+        except ConnectionResetError:  # the client has left, which ends the generator
+            pass
         except aiorpc.RpcError:  # a second response, of a status, would leave the client waiting
             assert request.transport is not None
             request.transport.abort()
@@ -114,18 +118,19 @@ async def restart(
     me: aiorpc.types.LocalWorker, models: aiorpc.types.NamedMembers[Model], names: list[str]
 ) -> None:
     """Replace the processes of the models one after another, for a new version of them, say."""
+    await models.wait(len(names))  # one that has died just now is made again first
     for name in names:
         await me.stop(name)  # it ends its calls; new ones go to the others
         await me.start(name)
-        await aiorpc.call(name, load)
-        await models.wait(len(names))  # it is one of them here, too
+        await models.wait(len(names))  # it is loaded, and known here
         print(f"{name} was restarted", flush=True)
 
 
 async def serve(given: argparse.Namespace) -> None:
     names = [f"model{n}" for n in range(given.workers)]
-    async with aiorpc.local_world(names, name="front") as me:
-        await aiorpc.call(names, load)
+    async with aiorpc.local_world(names, name="front", max_restarts=100) as me:
+        # While it is kept, each process that comes later gets a model too.
+        _supervised = await aiorpc.supervised(names, load)
         models = aiorpc.members("model")
         await models.wait(len(names))
         app, wait = Front(models, given.timeout).app(), given.timeout

@@ -13,7 +13,8 @@ from .places import is_at_lock
 
 log = logging.getLogger("aiorpc_torch")
 
-LOOK_INTERVAL = 2.5  # seconds between two looks at the loop
+LOOK_INTERVAL = 1.25  # seconds between two looks at the loop
+LOOKS = 4  # in a row that find it standing: for 5 to 6.25 s
 _QUIET = 60.0  # seconds between two warnings of one place
 _MAX_PLACES = 1024  # places that are remembered
 _COLLECTIVES = ("torch.distributed.", "torch.nn.parallel.")
@@ -21,9 +22,9 @@ _DECORATORS = ("torch.distributed.c10d_logger",)
 
 
 class StallWatch:
-    """Warns of a loop that did not run between two looks. `look` at any rate, in one thread.
+    """Warns of a loop that did not run between `LOOKS` looks. `look` at any rate, in one thread.
 
-    Two looks, and not a time: a process that was frozen has one when it thaws.
+    Looks, and not a time: a process that was frozen has one when it thaws.
 
     Args:
         lag: the lag of the loop, which this probes.
@@ -38,7 +39,7 @@ class StallWatch:
         self._warned: dict[tuple[CodeType, int], float] = {}
 
     def look(self, now: float) -> bool:
-        """Probe the loop, or warn that it has not run since the last look but one.
+        """Probe the loop, or warn that it has not run for some looks.
 
         Return False if the last look was a moment ago.
         """
@@ -47,7 +48,7 @@ class StallWatch:
         self._next = now + LOOK_INTERVAL
         blocked = self._lag.blocked_for()
         self._looks = self._looks + 1 if blocked > LOOK_INTERVAL / 2 else 0
-        if self._looks == 2 and (frame := sys._current_frames().get(self._thread)) is not None:
+        if self._looks == LOOKS and (frame := sys._current_frames().get(self._thread)) is not None:
             self._warn(frame, blocked, now)
         self._lag.probe()
         return True

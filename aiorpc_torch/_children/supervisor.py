@@ -366,8 +366,12 @@ class Supervisor:
             self._restart(config, failure, pause)
         else:
             if death is not None:
-                log.warning("%s; it is not restarted", printable(str(death)))
+                log.warning("%s; %s", printable(str(death)), self._not_restarted(config.name))
             self._report(config.name, failure)
+
+    def _not_restarted(self, name: str) -> str:
+        remedy = "" if self.main else f": `await me.restart({name!r})` starts it again"
+        return f"it is not restarted{remedy}"
 
     def _pause(self, child: ChildProcess) -> float | None:
         """Return the seconds before a child is restarted, None if it is not."""
@@ -414,7 +418,8 @@ class Supervisor:
         """Report a failure after which a child is not restarted."""
         self.failures.append(failure)
         if self._membership is not None:
-            error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
+            reason = f"{_reason(name, failure)}; {self._not_restarted(name)}"
+            error = WorkerLost(name, reason)
             error.__cause__ = failure
             self._membership.abandon(name, error)
         is_incomplete = self._membership is None  # and stays so

@@ -24,7 +24,8 @@ async def lookup(name: str, *, on: WorkerRef | None = None) -> RRef[Any]:
 
     It waits until a worker registers the name, within the deadline of `aiorpc.timeout`. Without a
     deadline, the log warns once after 10 s that it waits. Workers answer whatever their `exports`
-    are.
+    are. Each lookup asks every worker: in a loop keep its result until a call raises `WorkerGone`,
+    or keep `members(name)`, which is told of changes.
 
     Args:
         name: name given to `register`. If several workers have an object of that name, the result

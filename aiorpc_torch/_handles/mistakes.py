@@ -46,6 +46,9 @@ class AsyncOnly(contextlib._AsyncGeneratorContextManager[T]):  # private to CPyt
         check_not_entered(self)
         return await super().__aenter__()
 
+    async def __aexit__(self, *exc: Any) -> bool | None:
+        return await super().__aexit__(*exc) or None  # False would be a notebook cell's output
+
     if not TYPE_CHECKING:  # type checkers report the mistake themselves
 
         def __enter__(self) -> NoReturn:

@@ -27,6 +27,7 @@ from typing import Any
 
 from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
+from .sent_code import reduce_code
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -149,6 +150,9 @@ def _pickler_class(cloudpickle: Any) -> Any:
             own = getattr(type(obj), "__aiorpc_reduce__", None)
             if own is not None and is_by_value(obj):  # a `Batched`
                 return _with_identity(obj, own(obj))
+            if isinstance(obj, CodeType):
+                _, args = self.dispatch_table[CodeType](obj)
+                return reduce_code(obj, args)
             if not isinstance(obj, NAMED):
                 return self._reduce(obj)
             if not is_by_value(obj) and _resolves(obj):

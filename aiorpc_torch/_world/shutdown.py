@@ -36,8 +36,10 @@ OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers
 
 def describe_failure(exc: BaseException) -> str:
     """Return for the peers what ends a worker's block: one line, and the traceback."""
-    if isinstance(exc, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+    if isinstance(exc, asyncio.CancelledError):
         return "its block was cancelled"
+    if isinstance(exc, KeyboardInterrupt | SystemExit):
+        return f"its block was ended by {summary_of(exc)}"
     with contextlib.suppress(Exception):  # a SyntaxError with odd attributes, say
         return "\n".join([f"its block raised {summary_of(exc)}", *traceback.format_exception(exc)])
     return f"its block raised {type(exc).__qualname__}, which cannot be shown"
@@ -68,7 +70,8 @@ class Shutdown:
 
     async def run(self, failure: str) -> None:
         """Shut down to the end; a cancellation only ends the wait for peers."""
-        self.failure = failure
+        # Peers have heard that it left in order: what ends its block later is its own affair.
+        self.failure = "" if self._has_left() else failure
         waiting = asyncio.create_task(self._wait_for_peers())
         await run_to_end(asyncio.create_task(self._close(waiting)), waiting.cancel)
 
@@ -88,6 +91,9 @@ class Shutdown:
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave_alone(), name="aiorpc-leave")
         await asyncio.shield(self._leaving)
+
+    def _has_left(self) -> bool:
+        return self._leaving is not None and self._leaving.done() and not self._leaving.cancelled()
 
     async def _leave_alone(self) -> None:
         self.node.leaves_alone = True

@@ -95,6 +95,10 @@ class Context:
         """
         return self._require_open().id
 
+    def __index__(self) -> int:
+        """Let torch's functions take the context for its number, as `get_gradients(context)`."""
+        return self.id
+
     async def __aenter__(self) -> "Context":
         if self._recording is not None:
             raise RuntimeError("an autograd context can be opened once: make a new one")

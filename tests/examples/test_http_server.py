@@ -47,6 +47,25 @@ def test_it_answers_what_it_has() -> None:
         assert "Traceback" not in errors, errors
 
 
+def test_a_model_that_dies_and_clients_that_leave() -> None:
+    """No request fails, the model is made again, and a client that leaves is no error."""
+    with started(command("http_server", "--port", "0", "--timeout", "60")) as server:
+        address = until(server, "serving at").split()[-1]
+        asked = urllib.request.Request(f"{address}/infer", b'{"x": [1, 2, 3, 4]}')
+        workers_of(server)[0].kill()
+        for _ in range(30):
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert answer.status == 200
+        for _ in range(5):
+            with urllib.request.urlopen(f"{address}/generate?length=100000", timeout=60) as answer:
+                assert answer.read(1)
+        server.send_signal(signal.SIGHUP)
+        until(server, "model1 was restarted")
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=60)
+    assert "Traceback" not in errors, errors
+
+
 def test_a_timeout_tells_the_client_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     async def late(_: web.Request) -> web.StreamResponse:
         raise CallTimeout("infer timed out, at models.py:27 in Model.infer")

@@ -67,6 +67,28 @@ def test_a_worker_that_leaves_first(tmp_path: Path, has_endless_call: bool) -> N
     assert found == ["left", "worker1", "done", *may_have_run, ("worker2",), 2]
 
 
+async def leave_and_raise(me: Worker, folder: Path) -> None:
+    if me.name == "worker1":
+        for peer in me.peers:
+            await call(peer, wait_for_file, folder / peer)
+        try:
+            raise LookupError("a mistake")
+        finally:
+            await me.leave()
+    changes = me.changes()
+    (folder / me.name).touch()
+    change = await anext(changes)
+    (folder / me.name).write_text(f"{change.kind} {change.name}")
+
+
+@pytest.mark.promise("joining.drain")
+def test_a_worker_that_leaves_and_raises(tmp_path: Path) -> None:
+    """It has left, for each of its peers: what it raises then is its own affair."""
+    with pytest.raises(LookupError, match="a mistake"):
+        aiorpc.run_local(leave_and_raise, 5, args=(tmp_path,), on_failure="continue")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["left worker1"] * 4
+
+
 @pytest.mark.promise("joining.drain")
 async def test_the_first_worker_of_a_local_world_leaves() -> None:
     """Its children serve it until its block ends."""

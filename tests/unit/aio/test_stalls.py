@@ -12,7 +12,7 @@ import pytest
 
 from aiorpc_torch._aio import stalls
 from aiorpc_torch._aio.places import is_at_lock
-from aiorpc_torch._aio.stalls import LOOK_INTERVAL, StallWatch
+from aiorpc_torch._aio.stalls import LOOK_INTERVAL, LOOKS, StallWatch
 
 
 class Lag:
@@ -42,7 +42,7 @@ class Watched:
         self.watch.look(self.now)
 
     def stall(self) -> None:
-        for number in range(4):
+        for number in range(LOOKS + 2):
             self.look(number * LOOK_INTERVAL)
 
 

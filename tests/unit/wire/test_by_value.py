@@ -3,9 +3,11 @@
 import dataclasses
 import enum
 import json as json_module
+import linecache
 import pickle
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +120,34 @@ def test_a_local_function_is_copied_elsewhere(elsewhere: Callable[[Any], Any]) -
     assert (got(1), got(1, y=5)) == (4, 6)
     assert across(f) is f
     assert across([f, {"f": f}]) == [f, {"f": f}]
+
+
+def test_the_place_of_a_function_travels(elsewhere: Callable[[Any], Any]) -> None:
+    """Its file, and its lines where the file is the sender's alone: a cell, under IPython's name."""
+    got = elsewhere(lambda: 1).__code__
+    assert got.co_filename == __file__
+    assert __file__ not in linecache.cache or linecache.cache[__file__][1] is not None
+    file, source = "/kernel/7.py", "def outer():\n    return lambda: {}['key']\n"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), made := {"__name__": "__main__"})
+    inner = made["outer"]()  # type: ignore[operator]
+    assert elsewhere(inner).__code__.co_filename == file
+    shell = types.SimpleNamespace(
+        compile=types.SimpleNamespace(format_code_name=lambda name: ("Cell", f"In[{name[-4]}]"))
+    )
+    ipython: Any = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: shell
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "IPython", ipython)
+            got = elsewhere(inner)
+        del linecache.cache[file]
+        with pytest.raises(KeyError) as caught:
+            got()
+        shown = "".join(traceback.format_exception(caught.value))
+        assert """File "Cell In[7]", line 2, in <lambda>\n    return lambda: {}['key']""" in shown
+    finally:
+        linecache.clearcache()
 
 
 def test_what_peers_can_import_goes_by_name() -> None:
