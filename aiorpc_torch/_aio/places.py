@@ -5,6 +5,7 @@ those of threads. Values of variables are read from frames of this library and o
 """
 
 import asyncio
+import concurrent.futures
 import dis
 import gc
 import inspect
@@ -109,6 +110,20 @@ def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Ta
     elif frames and code.co_filename == taskgroups.__file__:
         found = getattr(frames[-1].f_locals.get("self"), "_tasks", ())
     return [each for each in found if isinstance(each, asyncio.Task)]
+
+
+WORK_OF_EXECUTOR = "_WorkItem.run"
+"""The function of `concurrent.futures` whose `self` has the future of what runs in a thread."""
+
+
+def work_of_executor(future: Any) -> Any:
+    """Return the future of `concurrent.futures` whose end ends this one, None if there is none."""
+    # `asyncio.wrap_future` lets a cancellation of the one cancel the other (3.11 to 3.14).
+    for callback, _ in getattr(future, "_callbacks", None) or ():
+        for cell in getattr(callback, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, concurrent.futures.Future):
+                return cell.cell_contents
+    return None
 
 
 def lines_of(frames: Sequence[FrameType]) -> tuple[list[Line], str]:

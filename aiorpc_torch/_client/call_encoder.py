@@ -13,11 +13,12 @@ from .._torch.compat import current_context_id
 from .._torch.devices import NO_DEVICES, DeviceMapping
 from .._torch.rrefs import RRefId
 from .._wire.ancestry import awaited, entered_scopes, to_wire
-from .._wire.columns import PACKED
+from .._wire.columns import PACKED, CellKind
 from .._wire.exceptions import try_add_note
 from .._wire.messages import (
     Arguments,
     EncodedCall,
+    EncodedHead,
     HeadCache,
     encode_call,
 )
@@ -28,16 +29,22 @@ from .._wire.targets import MethodTarget, Target, call_name, order_key
 from .._wire.wire_targets import EncodedTarget, encode_target
 
 MAX_METHODS = 256  # that an encoder remembers
+MAX_KINDS = 64  # of one argument, for each of them
 
 PICKLED = (PACKED,)
 """Kinds of arguments that are pickled together."""
 
 
 class KnownMethod(NamedTuple):
-    """A method of an RRef that lives while `rref` returns it."""
+    """A method of an RRef that lives while `rref` returns it.
+
+    Attributes:
+        heads: Those of calls with one argument, by its kind.
+    """
 
     rref: Callable[[], Any]
     target: EncodedTarget
+    heads: dict[CellKind, EncodedHead]
 
 
 class CallEncoder:
@@ -115,8 +122,15 @@ class CallEncoder:
         if rref_id is not None and not isinstance(target.on, tuple):
             if len(self.methods) >= MAX_METHODS:
                 self.methods.clear()
-            self.methods[target.name] = KnownMethod(weakref.ref(target.on), encoded)
+            self.methods[target.name] = KnownMethod(weakref.ref(target.on), encoded, {})
         return encoded
+
+    def head_alone(self, known: KnownMethod, kind: CellKind) -> EncodedHead:
+        """Return the head of calls of a method with one argument of that kind; remember it."""
+        if len(known.heads) >= MAX_KINDS:
+            known.heads.clear()
+        head = known.heads[kind] = self.heads[known.target, False, (), (kind,)]
+        return head
 
 
 def slot_key(target: Target) -> Any:

@@ -184,8 +184,8 @@ class Connection(Channel):
 
     def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
         """Send a call; return the future of its value, or of its failure."""
-        future = InlineFuture(self.loop)
-        is_simple = due is None and not args[1] and self.state.woken == 1
+        future, state = InlineFuture(self.loop), self.state
+        is_simple = due is None and not (state.queue or args[1]) and state.woken == 1
         if is_simple and self._send_alone(future, target, args[0]):
             return future
         self._submit(self.encoder.call(self._calls, target, False, args, due), future, target)
@@ -222,7 +222,7 @@ class Connection(Channel):
             return False
         (kind, cell), number = found, self._calls
         column = cell if type(kind) is tuple else (cell,)
-        head = self.encoder.heads[encoded, False, (), (kind,)]
+        head = known.heads.get(kind) or self.encoder.head_alone(known, kind)
         data = dump(((head.data, (number,), (column,)),))
         size = len(data)
         if size > INLINE_BYTES:
@@ -330,7 +330,7 @@ class Connection(Channel):
         if self.phase is Phase.OPENING:
             self._limit_opening(call.number)
         state = self.state
-        is_lone = state.woken == 1 and not call.is_large and state.may_send_alone()
+        is_lone = not (state.queue or call.is_large) and state.may_send_alone()
         if is_lone and self.is_open and not self.transport.is_closing():
             self.window.sent(call.number, call.size)
             self._sender.send((call,))

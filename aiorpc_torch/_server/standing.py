@@ -18,6 +18,7 @@ from typing import Any
 
 from .._aio.loop_lag import outwards
 from .._aio.places import (
+    WORK_OF_EXECUTOR,
     Chain,
     Line,
     awaited_by,
@@ -26,6 +27,7 @@ from .._aio.places import (
     holds_lock,
     is_at_lock,
     lines_of,
+    work_of_executor,
 )
 from .._aio.threads import run_in_thread
 from .._text import printable
@@ -236,7 +238,9 @@ class View:
             elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
                 found.holders += self._batches_before(queued)
             elif (frame := self._thread_of(chain)) is not None:
+                lines = found.lines if chain is chains[0] else []
                 self._describe_thread(found, frame, whose)
+                found.lines = [*lines, *found.lines]
             elif len(chains) == 1 and _is_unknown(chain):
                 found.awaits = False
 
@@ -332,13 +336,15 @@ class View:
     def _thread_of(self, chain: Chain) -> FrameType | None:
         """Return the innermost frame of the thread that a task waits for, None if for none."""
         last = chain.frames[-1] if chain.frames else None
-        if last is None or last.f_code is not run_in_thread.__code__:
+        if last is not None and last.f_code is run_in_thread.__code__:
+            work, name, value = _WORK, "outcomes", last.f_locals["outcomes"]
+        elif (value := work_of_executor(chain.future)) is not None:  # `asyncio.to_thread`, say
+            work, name = WORK_OF_EXECUTOR, "self"
+        else:
             return None
-        outcomes = last.f_locals["outcomes"]
         for frames in self._frames:
             for each in frames:
-                is_work = each.f_code.co_qualname == _WORK
-                if is_work and each.f_locals.get("outcomes") is outcomes:
+                if each.f_code.co_qualname == work and _is_of(each.f_locals.get(name), value):
                     return frames[0]
         return None
 
@@ -352,6 +358,11 @@ class View:
         if is_at_lock(frame) and isinstance(whose, ServerCall):
             found.state, found.awaits = "waits for a lock, in a thread,", None
             found.holders += self._guessed_holders(whose)
+
+
+def _is_of(found: Any, value: Any) -> bool:
+    """Return whether a variable is `value`, or an executor's work whose future that is."""
+    return found is value or getattr(found, "future", None) is value
 
 
 _RUN = "run_in_method"

@@ -34,6 +34,9 @@ class Service:
     def wait_in_thread(self) -> None:
         self.inner()
 
+    async def awaits_a_thread(self) -> None:
+        await asyncio.to_thread(self.inner)
+
     def inner(self) -> None:
         self.gate.passed_in_thread()
 
@@ -209,6 +212,17 @@ async def test_a_plain_def(calls: Calls) -> None:
     found = await until_stands(*lines)
     text = f"runs in a thread at {lines[0]} -> {lines[1]}, in Event.wait()"
     assert without_ages(found) == [f"Service.wait_in_thread on worker 'main': {text}"]
+
+
+@pytest.mark.promise("standing.where")
+async def test_a_thread_of_an_executor(calls: Calls) -> None:
+    """The line of the coroutine, then those of the thread."""
+    _, rref = calls.service()
+    calls.make(remote(rref).awaits_a_thread())
+    lines = line_of(Service.awaits_a_thread, "inner"), line_of(Service.inner, "passed")
+    found = await until_stands(*lines)
+    text = f"runs in a thread at {lines[0]} -> {lines[1]}, in Event.wait()"
+    assert without_ages(found) == [f"Service.awaits_a_thread on worker 'main': {text}"]
 
 
 @pytest.mark.promise("standing.queues")
