@@ -2,10 +2,7 @@
 
 import dataclasses
 import enum
-import json as json_module
-import pickle
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from aiorpc_torch import RemoteError, batched
+from aiorpc_torch import batched
 from aiorpc_torch._wire import by_value
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.pickling import pack, unpack
@@ -130,49 +127,12 @@ def test_what_peers_can_import_goes_by_name() -> None:
         by_value.refuse_by_value(lambda: 0)
 
 
-def test_classes_and_their_instances_are_the_senders_own() -> None:
-    """A round trip keeps classes, members of enums, and the state of the classes."""
-    failure, color, point, base, derived = local_classes()
-    assert across((failure, color, point, base, derived)) == (failure, color, point, base, derived)
-    assert across(color.RED) is color.RED
-    got = across(point(torch.ones(2)))
-    assert type(got) is point
-    assert got.x.tolist() == [1, 1]
-    base.made = 5
-    methods = dict(vars(base))
-    assert across(derived()).name() == "derived base"
-    assert dict(vars(base)) == methods, "nothing of the class was replaced"
-
-
 def test_a_class_that_is_sent_twice_is_one_elsewhere(elsewhere: Callable[[Any], Any]) -> None:
     """The second pickle of a class does not set it anew."""
     *_, base, derived = local_classes()
     first, second = elsewhere(derived), elsewhere(derived())
     assert type(second) is first
     assert isinstance(second, across(base))
-
-
-def test_an_exception_comes_back_as_the_senders_own() -> None:
-    """With its attributes, and a group of them."""
-    failure = across(local_classes()[0])
-    try:
-        raise failure(7)
-    except Exception as exc:
-        remote = RemoteFailure.of(exc, "ps")
-    got = remote.exception()
-    assert type(got) is failure
-    assert (got.code, str(got)) == (7, "code 7")
-    group = RemoteFailure.of(ExceptionGroup("g", [failure(1)]), "ps").exception()
-    assert isinstance(group, ExceptionGroup)
-    assert type(group.exceptions[0]) is failure
-
-
-def test_an_exception_that_no_other_process_knows_is_text() -> None:
-    """Its class was never sent: nothing could catch it."""
-    failure = local_classes()[0]
-    got = RemoteFailure.of(failure(7), "ps").exception()
-    assert isinstance(got, RemoteError)
-    assert "code 7" in str(got)
 
 
 def test_a_batched_method_keeps_its_policy(elsewhere: Callable[[Any], Any]) -> None:
@@ -234,14 +194,6 @@ def test_functions_of_main_go_by_value_only_without_a_file(
 # ── without cloudpickle ─────────────────────────────────────────────────────────────────────────
 
 
-def test_without_cloudpickle_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the sender of a lambda or a local class."""
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    for value in (lambda: 0, local_classes()[2], [local_classes()[0](1)]):
-        with pytest.raises(pickle.PicklingError, match=r"aiorpc_torch\[cloudpickle\]"):
-            pack(value)
-
-
 def test_without_cloudpickle_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller learns that the extra is missing there."""
     packed = pack(lambda: 0)
@@ -268,160 +220,3 @@ def test_without_cloudpickle_a_notebooks_names_stay_names(monkeypatch: pytest.Mo
     assert isinstance(got, RemoteFailure)
     with pytest.raises(AttributeError, match=r"'f'.*aiorpc_torch\[cloudpickle\]"):
         got.raise_()
-
-
-def scale(x: int) -> int:
-    return x
-
-
-def scale_twice(x: int) -> int:
-    return scale(scale(x))
-
-
-def test_what_a_class_uses_is_defined_again_after_it_was_sent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning for each change: workers that have the class keep what it used."""
-    here = sys.modules[__name__]
-    monkeypatch.setattr(here, "scale", lambda x: 2 * x)
-    monkeypatch.setattr(scale_twice, "__qualname__", "<cell>.scale_twice")  # travels by value
-
-    class Local:
-        size = 3
-
-        @staticmethod
-        def act(x: int) -> int:
-            return scale_twice(x)
-
-        @batched(max_size=4)
-        async def act_together(self, xs: list[int]) -> list[int]:
-            return [scale_twice(x) for x in xs]
-
-    for _ in range(2):
-        pack(Local)
-        pack(Local())
-    assert not caplog.records
-    monkeypatch.setattr(here, "scale", lambda x: 3 * x)
-    pack(Local)
-    pack(Local())
-    (warning,) = caplog.messages
-    assert warning.startswith("scale was defined again after ")
-    assert warning.endswith(".Local again too, or restart them")
-
-
-def test_a_constant_that_a_class_uses_is_changed_or_new_after_it_was_sent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    here = sys.modules[__name__]
-    monkeypatch.setattr(here, "rate", 0.5, raising=False)
-
-    class Local:
-        def act(self) -> Any:
-            return rate, later, json  # type: ignore[name-defined]  # noqa: F821
-
-    pack(Local)
-    monkeypatch.setattr(here, "rate", float("0.5"))  # an equal one
-    pack(Local)
-    assert not caplog.records
-    monkeypatch.setattr(here, "rate", 0.25)
-    pack(Local)
-    assert caplog.messages.pop().endswith(".Local again too, or restart them")
-    monkeypatch.setattr(here, "later", 1, raising=False)
-    monkeypatch.setattr(here, "json", json_module, raising=False)
-    pack(Local)
-    found = sorted(each.split(" was defined")[0] for each in caplog.messages[1:])
-    assert found == ["json", "later"]
-    assert "have no later. Define" in "".join(caplog.messages)
-
-
-class Odd(str):
-    """A constant whose equality raises."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __eq__(self, _: object) -> bool:
-        raise ZeroDivisionError
-
-
-def test_globals_that_are_no_other_after_a_class_was_sent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """NaN is that of before, a number that the class counts is no constant; and odd subclasses."""
-
-    class Local:
-        def act(self) -> Any:
-            global counted
-            counted += 1  # type: ignore[name-defined]
-            return missing, odd  # type: ignore[name-defined]  # noqa: F821
-
-    for count in range(2):
-        for name, value in {"missing": float("nan"), "odd": Odd(), "counted": count}.items():
-            monkeypatch.setattr(sys.modules[__name__], name, value, raising=False)
-        pack(Local)
-    assert not caplog.records
-
-
-def test_a_global_that_was_none_or_a_list_when_a_class_was_sent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is no new one."""
-
-    class Local:
-        def act(self) -> Any:
-            return changing  # type: ignore[name-defined]  # noqa: F821
-
-    for value in (None, 1, [2], 3):
-        monkeypatch.setattr(sys.modules[__name__], "changing", value, raising=False)
-        pack(Local)
-    assert len(caplog.messages) == 3
-    assert all(each.startswith("changing was defined again ") for each in caplog.messages)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    text: str
-
-
-def test_a_frozen_exception_of_a_reduction() -> None:
-    class Local:
-        def __reduce__(self) -> Any:
-            raise Frozen("refused")
-
-    with pytest.raises(Frozen):
-        pack((lambda: None, Local()))
-
-
-def test_a_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "lock", threading.Lock(), raising=False)
-    with pytest.raises(TypeError, match="cannot pickle") as error:
-        pack(lambda: (lock, pytest))  # type: ignore[name-defined]  # noqa: F821
-    (note,) = error.value.__notes__
-    assert "<lambda> uses the global 'lock', which cannot be sent" in note
-    assert error.value.__suppress_context__
-
-
-@pytest.mark.timeout(30)
-def test_a_class_whose_function_is_wrapped_around_itself() -> None:
-    def around_itself(self: Any) -> int:
-        return scale(1)
-
-    around_itself.__wrapped__ = around_itself  # type: ignore[attr-defined]
-
-    class Local:
-        method = around_itself
-
-    pack(Local)
-
-
-def test_a_function_that_peers_import_has_no_copies(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Local:
-        imported = scale_twice
-
-    here = sys.modules[__name__]
-    for _ in range(2):
-        monkeypatch.setattr(here, "scale", lambda x: 2 * x)
-        pack(Local)
-    assert not caplog.records
