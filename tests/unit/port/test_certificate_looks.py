@@ -1,8 +1,6 @@
 """When the files of a certificate are looked at: by one thread, which delays no connection."""
 
-import asyncio
 import logging
-import os
 import shutil
 import threading
 import time
@@ -85,15 +83,3 @@ def test_a_file_system_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert begun.wait(SOON)
     assert len(looks) == 1
     answers.set()
-
-
-async def test_looks_block_no_loop(folder: Path) -> None:
-    """A look that nobody waits for ends in its thread."""
-    tls = tls_in(folder)
-    copied_at = os.stat(folder / "cert").st_mtime_ns
-    os.utime(folder / "cert", ns=(copied_at, copied_at + 10**9))
-    before = tls._certificate.latest
-    tls.look()
-    async with asyncio.timeout(SOON):
-        while tls._certificate.latest is before:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

@@ -1,5 +1,6 @@
 """The files of a certificate: read again once they change, warned about before they expire."""
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -262,3 +263,15 @@ def test_whose_certificate_has_expired(authority: Authority) -> None:
     assert not isinstance(raised.value, ssl.SSLError)
     assert f"expired.pem has expired on {expired.expiry}" in expired.expired
     assert tls.expired == ""
+
+
+async def test_looks_block_no_loop(folder: Path) -> None:
+    """A look that nobody waits for ends in its thread."""
+    tls = tls_in(folder)
+    copied_at = os.stat(folder / "cert").st_mtime_ns
+    os.utime(folder / "cert", ns=(copied_at, copied_at + 10**9))
+    before = tls.client
+    tls.look()
+    async with asyncio.timeout(SOON):
+        while tls.client is before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
