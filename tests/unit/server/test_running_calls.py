@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import WorkerLeft, WorkerLost, call
+from aiorpc_torch import NotInWorld, WorkerLeft, WorkerLost, call
 from aiorpc_torch.types import RemoteTraceback
 from tests.support.two_ends import SOON, TwoEnds, gated, gated_in_a_thread, two_ends, until
 
@@ -104,3 +104,14 @@ async def caught(running: Any) -> BaseException | None:
     except WorkerLost as exc:
         return exc
     return None
+
+
+async def test_a_replaced_process_is_told(ends: TwoEnds) -> None:
+    """Its calls are cancelled, and fail with the reason."""
+    running = asyncio.ensure_future(call("far", gated, 1))
+    await ends.gate.wait_for()
+    ends.server.end_process(ends.far.members.peers["near"], "worker 'near' was restarted")
+    with pytest.raises(NotInWorld, match="'near' was restarted") as raised:
+        await running
+    assert not isinstance(raised.value, WorkerLost)
+    await until(lambda: ends.gate.cancelled)

@@ -101,14 +101,3 @@ async def test_who_is_introduced(ends: TwoEnds) -> None:
             introduction(ends, "near", 0).raise_()
     finally:
         await ends.server.close(SOON)
-
-
-async def test_a_replaced_process_is_told(ends: TwoEnds) -> None:
-    """Its calls are cancelled, and fail with the reason."""
-    running = asyncio.ensure_future(call("far", gated, 1))
-    await ends.gate.wait_for()
-    ends.server.end_process(ends.far.members.peers["near"], replaced_text("near"))
-    with pytest.raises(NotInWorld, match="'near' was restarted") as raised:
-        await running
-    assert not isinstance(raised.value, WorkerLost)
-    await until(lambda: ends.gate.cancelled)
