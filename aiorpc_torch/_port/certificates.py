@@ -1,7 +1,7 @@
 """The files of a certificate: read again when they change, with a warning before it expires.
 
 A look at the files is due when a connection is made or accepted, and now and then. It runs in a
-thread: the file system may hang. (tests/unit/port/test_certificates.py)
+thread: the file system may hang. (tests/unit/port/test_certificate_looks.py)
 """
 
 import contextlib

@@ -6,7 +6,7 @@ notebook's, or a prompt's. A peer cannot import them. Everything else travels by
 Each has an identity: the process that sent it first, and a number. A class that arrives again is
 the class that arrived before. A class or function that returns to its sender is the
 sender's own object.
-(tests/unit/wire/test_by_value.py)
+(tests/unit/wire/test_by_value.py, tests/integration/test_by_value.py)
 """
 
 import contextlib

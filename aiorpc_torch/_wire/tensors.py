@@ -43,7 +43,7 @@ but CPython keeps each type for ever."""
 
 
 class _TypesOfSizes(dict[int, Callable[[int], Any]]):
-    """For a number of bytes: what makes an object of the memory at an address, to copy its `raw`."""
+    """For a number of bytes: makes an object of the memory at an address, whose `raw` copies it."""
 
     def __missing__(self, size: int) -> Callable[[int], Any]:
         self[size] = made = (ctypes.c_char * size).from_address

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._wire.frames import MAX_FRAME
 from tests.fuzz.readers import READERS, read_any
 from tests.support.malformed import BYTES
 
+MAX_FRAME = 1 << 20  # bytes of a frame
 CORPUS = sorted((Path(__file__).parent / "corpus").iterdir())
 
 

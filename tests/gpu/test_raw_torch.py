@@ -5,6 +5,7 @@ AIORPC_TORCH_CHANNELS=cuda_basic,basic lets the other tests run, and `python -m 
 """
 
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from aiorpc_torch._torch.agent import channel_names
 from tests.support.cuda_actors import GPU, HERE, REHEARSED, needs_device
 
 pytestmark = GPU
@@ -47,11 +47,17 @@ def test_cuda_ipc(tmp_path: Path) -> None:
 @needs_device
 def test_the_channels_of_the_others(tmp_path: Path) -> None:
     """Those of the environment, else what TensorPipe chooses."""
-    chosen, (no_ipc, *_) = channel_names(None), [*_has_ipc, ""]
+    chosen, (no_ipc, *_) = chosen_channels(), [*_has_ipc, ""]
     found = echoes(chosen, tmp_path)
     if found != FOUND and chosen is None and no_ipc:
         pytest.skip(f"{no_ipc}; AIORPC_TORCH_CHANNELS=cuda_basic,basic is needed")
     assert found == FOUND
+
+
+def chosen_channels() -> list[str] | None:
+    """Return the channels of the environment, None if it has none."""
+    names = os.environ.get("AIORPC_TORCH_CHANNELS", "").split(",")
+    return [name for name in names if name] or None
 
 
 def echoes(channels: list[str] | None, folder: Path) -> Any:

@@ -7,7 +7,6 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RpcError, call, remote
-from aiorpc_torch._wire.frames import CALLS, CONTROL, RESULTS, SLOT
 from aiorpc_torch.testing import world
 from tests.support import actors, raw_connections
 from tests.support.malformed import (
@@ -17,13 +16,7 @@ from tests.support.malformed import (
     dump,
 )
 
-# ── what is made of a frame ─────────────────────────────────────────────────────────────────────
-
-# ── a worker that is sent anything ──────────────────────────────────────────────────────────────
-
-# ── frames that lie ─────────────────────────────────────────────────────────────────────────────
-
-# ── between processes ───────────────────────────────────────────────────────────────────────────
+CALLS, SLOT, CONTROL, RESULTS = 1, 2, 3, 4  # kinds of frames, of which a peer may send any
 
 
 @pytest.mark.promise("security.frames")

@@ -7,8 +7,6 @@ import socket
 
 import pytest
 
-from aiorpc_torch._world import launch
-
 from .test_launchers import SIZE, check_world, no_torchrun
 
 __all__ = ["no_torchrun"]
@@ -17,9 +15,10 @@ __all__ = ["no_torchrun"]
 def free_job(monkeypatch: pytest.MonkeyPatch) -> str:
     """The id of a job of Slurm at whose port nobody listens now."""
     while True:
-        monkeypatch.setenv("SLURM_JOB_ID", str(random.randrange(10**6)))
+        job = random.randrange(10**6)
+        monkeypatch.setenv("SLURM_JOB_ID", str(job))
         with contextlib.suppress(OSError):
-            port = launch.find_number("MASTER_PORT", None)
+            port = 15_000 + job * 97 % 10_000  # of step 0
             socket.create_server(("127.0.0.1", port)).close()
             return os.environ["SLURM_JOB_ID"]
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from aiorpc_torch._directory.meeting import Meeting, Seen
 from tests.support import samples
 from tests.support.certificates import Authority
 from tests.support.etcd_servers import HAS_ETCD, Member, running
@@ -42,14 +41,6 @@ class Place:
     @property
     def is_movable(self) -> bool:
         return self.kind != "tcp"
-
-    def look(self) -> Seen:
-        """Return what is at the place."""
-        meeting = Meeting(self.more["init_method"])
-        try:
-            return meeting.look()
-        finally:
-            meeting.withdraw()
 
     def start(self, name: str, rank: int = -1, size: int = 3, **more: Any) -> Mover:
         """Start a process. Without a rank it joins."""
@@ -191,23 +182,6 @@ def test_the_whole_world_is_killed(place: Place) -> None:
     assert time.monotonic() - start < STARTS + SLACK
     all_call_all(workers)
     end_all(workers)
-
-
-@pytest.mark.slow
-@pytest.mark.promise("succession.record")
-@pytest.mark.parametrize("end", ["kill", "leave"])
-def test_the_last_workers_end_at_once(place: Place, end: str) -> None:
-    """No record is left for a successor, for which the next world there would wait.
-
-    The event loop of the last one is blocked until the coordinator has ended.
-    """
-    if not place.is_movable:
-        pytest.skip("there is no record at a fixed address")
-    first, last = world(place, 2)
-    last.ask("block")
-    first.end_by(end)
-    assert last.end() == 0, last.errors()
-    assert place.look() == (None, None)
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._directory.etcd_value import EtcdValue
-from aiorpc_torch._directory.record import lease_for
 from tests.support import samples
 from tests.support.etcd_servers import Cluster, Member, eventually, needs_etcd, running
 from tests.support.movers import PATIENCE, Mover, all_call_all, check_directories, end_all
@@ -18,8 +16,8 @@ from tests.support.slack import SLACK
 pytestmark = [pytest.mark.slow, needs_etcd]
 
 LONG, SHORT = 20.0, 1.0  # heartbeats in seconds
-PAUSE = lease_for(LONG) / 4  # seconds: less than the lease of the one, more than that of the other
-assert lease_for(SHORT) < PAUSE
+# A lease lasts half a heartbeat, and 2 s at least.
+PAUSE = LONG / 2 / 4  # seconds: less than the lease of the one, more than that of the other
 
 
 class World:
@@ -30,7 +28,7 @@ class World:
         members = [Member(folder / f"m{number}") for number in range(3)]
         self.etcd = stack.enter_context(running(*members))
         for each in members:
-            eventually(EtcdValue(f"etcd://{each.host}/other").read)
+            eventually(Cluster([each]).value(name="other").read)
         self._url = self.etcd.url()
         self.workers: dict[str, Mover] = {}
 

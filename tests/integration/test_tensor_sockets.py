@@ -11,17 +11,12 @@ import pytest
 import torch
 
 from aiorpc_torch import CallTimeout, WorkerLost, create, remote
-from aiorpc_torch._carrier.tensor_sockets import TensorSockets
-from aiorpc_torch._client import pool
-from aiorpc_torch.testing import Workers
+from aiorpc_torch.observe import stats
+from aiorpc_torch.testing import Workers, connection
 from tests.support.tensor_shelf import TensorShelf
 
 HUGE = 1 << 24  # elements of float32: more than sockets hold
 SOON = 30.0
-
-
-def link() -> TensorSockets:
-    return pool.current().connection("a").carriers.sockets
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -37,12 +32,13 @@ async def test_a_peer_that_freezes_and_dies(over_sockets: None, workers: Workers
     rref = await create("a", TensorShelf)
     x = torch.ones(HUGE)
     assert await remote(rref).keep(x) == 1
-    assert link().sent == 1
+    assert stats().socket_messages == 1
     pid = await remote(rref).pid()
+    await until(lambda: not connection("a").holds_memory)
     os.kill(pid, signal.SIGSTOP)
     late = asyncio.ensure_future(remote(rref, timeout=0.5).keep(x))
     lost = asyncio.ensure_future(remote(rref).keep(torch.ones(HUGE)))
-    await until(lambda: any(each.started for each in link()._jobs.values()))
+    await until(lambda: connection("a").holds_memory)
     with pytest.raises(CallTimeout) as caught:
         await late
     assert not caught.value.may_have_run

@@ -297,3 +297,28 @@ async def test_remote_explains_that_it_is_not_torchs() -> None:
     with pytest.raises(TypeError, match="must be an RRef"):
         remote(None)  # type: ignore[arg-type]
     assert await remote(counter).add() == 1
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+
+def unpicklable() -> Unpicklable:
+    return Unpicklable()
+
+
+def generator() -> Any:
+    yield 1
+
+
+async def test_a_result_that_cannot_be_pickled() -> None:
+    """The error is that of pickling, and names the method."""
+    with pytest.raises(ValueError, match="not this one") as raised:
+        await call("main", unpicklable)
+    assert any("result of unpicklable" in note for note in raised.value.__notes__)
+
+
+async def test_a_generator_that_is_awaited() -> None:
+    with pytest.raises(TypeError, match="generator is a generator; use `async for`"):
+        await call("main", generator)

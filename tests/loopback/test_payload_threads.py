@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, create, remote
@@ -104,3 +105,26 @@ async def test_channels_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> No
                 pass
     async with new_world():  # nothing is left of it
         assert await remote(RRef(Where(LARGE))).coroutine(LARGE) == ["loop"]
+
+
+async def test_channels_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`channels=` of a world, else the environment's, are its agent's; tensors travel by them."""
+    found: list[Any] = []
+    make: Any = rpc.TensorPipeRpcBackendOptions
+
+    def noted(**options: Any) -> Any:
+        if "num_worker_threads" in options:  # not to check a name
+            found.append(options["_channels"])
+        return make(**options)
+
+    monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", noted)
+    async with new_world(channels=["basic"]):
+        assert await remote(RRef(Where(LARGE))).coroutine(LARGE) == ["loop"]
+    async with new_world():
+        pass
+    monkeypatch.setenv("AIORPC_TORCH_CHANNELS", "mpt_uv,basic")
+    async with new_world():
+        pass
+    async with new_world(channels=["basic"]):
+        pass
+    assert found == [["basic"], None, ["mpt_uv", "basic"], ["basic"]]

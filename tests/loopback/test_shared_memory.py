@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from tests.support.copies_inside import (
     read_no_probe,
     start_no_thread,
 )
-from tests.support.raw_connections import Tap
+from tests.support.raw_connections import Stranger, Tap
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf
 from tests.support.tensor_ways import TENSOR_WAYS, set_way
@@ -665,3 +666,61 @@ async def test_frames_of_a_large_call(shelf: Shelf, monkeypatch: pytest.MonkeyPa
     tap = Tap(monkeypatch)
     await remote(RRef(shelf)).echo(torch.rand(LARGE))
     assert (tap.count("slot"), tap.count("shared"), tap.count("calls")) == (0, 2, 0)
+
+
+SEGMENTS, SHARED = 8, 9  # kinds of frames
+NEWS = ((), (), ())
+
+
+MALFORMED: dict[str, tuple[int, Any]] = {
+    "news of what is not held": (SEGMENTS, (None, None, (7,), (), ())),
+    "opened what is not held": (SEGMENTS, (None, None, (), (), (7,))),
+    "an offer of nothing": (SEGMENTS, ((), None, *NEWS)),
+    "an offer of text": (SEGMENTS, (("a", "b", "c", "d"), None, *NEWS)),
+    "too many fields": (SEGMENTS, (None, None, *NEWS, ())),
+    "no fields": (SEGMENTS, 5),
+    "a segment before any offer": (SHARED, (((1, 3, 5, 4096, False),), (), b"")),
+    "no segment": (SHARED, ((), (), b"")),
+    "a place without a segment": (
+        SHARED,
+        ((), ((0, 0, 4, "float32", 0, (1,), (1,), False),), b""),
+    ),
+    "text": (SHARED, "text"),
+}
+
+
+@pytest.mark.promise("shared.malformed")
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
+    """And nothing else."""
+    stranger = await Stranger.proven()
+    kind, fields = MALFORMED[name]
+    stranger.send(kind, fields)
+    async with asyncio.timeout(SOON):
+        await stranger.session.ended.wait()
+    await stranger.leave()
+    assert await remote(RRef(Shelf())).echo(1) == 1
+
+
+@pytest.mark.promise("shared.malformed")
+@pytest.mark.parametrize("what", ["size", "inode", "descriptor"])
+async def test_a_segment_that_is_another_file(world: aiorpc.types.Worker, what: str) -> None:
+    """No memory is read that the caller did not offer."""
+    stranger = await Stranger.proven()
+    with tempfile.TemporaryFile() as file:
+        inode = os.fstat(file.fileno()).st_ino
+        offer = (os.getpid(), file.fileno(), inode, 4096)
+        stranger.send(SEGMENTS, (offer, None, *NEWS))
+        found = await stranger.frame()
+        assert found is not None
+        kind, (_, proof, *_) = found
+        assert (kind, proof) == (SEGMENTS, b"")
+        name = {
+            "size": (1, file.fileno(), inode, 1 << 40, False),
+            "inode": (1, file.fileno(), inode + 1, 4096, False),
+            "descriptor": (1, 1 << 20, inode, 4096, True),
+        }[what]
+        stranger.send(SHARED, ((name,), (), b""))
+        async with asyncio.timeout(SOON):
+            await stranger.session.ended.wait()
+    await stranger.leave()

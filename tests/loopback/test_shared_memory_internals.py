@@ -2,24 +2,19 @@
 
 import asyncio
 import gc
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, remote
 from aiorpc_torch._carrier import memory, segment_store
 from aiorpc_torch._carrier.segment_store import SegmentStore
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._wire.blocks import Block
-from aiorpc_torch._wire.frames import SEGMENTS, SHARED, frame
-from aiorpc_torch._wire.plain import dump
 from aiorpc_torch.observe import stats
-from tests.support.raw_connections import Stranger, server
+from tests.support.raw_connections import server
 from tests.support.segment_files import mapped_segments
 
 from .test_shared_memory import HUGE, LARGE, SOON, Shelf, copies, is_given_back, shelf, until
@@ -108,62 +103,6 @@ async def test_nothing_is_offered_over_tcp(shelf: Shelf) -> None:
     link._store = None
     link.offer()
     assert link._store is None
-
-
-NEWS = ((), (), ())
-
-MALFORMED: dict[str, tuple[int, Any]] = {
-    "news of what is not held": (SEGMENTS, (None, None, (7,), (), ())),
-    "opened what is not held": (SEGMENTS, (None, None, (), (), (7,))),
-    "an offer of nothing": (SEGMENTS, ((), None, *NEWS)),
-    "an offer of text": (SEGMENTS, (("a", "b", "c", "d"), None, *NEWS)),
-    "too many fields": (SEGMENTS, (None, None, *NEWS, ())),
-    "no fields": (SEGMENTS, 5),
-    "a segment before any offer": (SHARED, (((1, 3, 5, 4096, False),), (), b"")),
-    "no segment": (SHARED, ((), (), b"")),
-    "a place without a segment": (
-        SHARED,
-        ((), ((0, 0, 4, "float32", 0, (1,), (1,), False),), b""),
-    ),
-    "text": (SHARED, "text"),
-}
-
-
-@pytest.mark.promise("shared.malformed")
-@pytest.mark.parametrize("name", MALFORMED)
-async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
-    """And nothing else."""
-    stranger = await Stranger.proven()
-    kind, fields = MALFORMED[name]
-    stranger.writer.write(frame(kind, dump(fields)))
-    async with asyncio.timeout(SOON):
-        await stranger.session.ended.wait()
-    await stranger.leave()
-    assert await remote(RRef(Shelf())).echo(1) == 1
-
-
-@pytest.mark.promise("shared.malformed")
-@pytest.mark.parametrize("what", ["size", "inode", "descriptor"])
-async def test_a_segment_that_is_another_file(world: aiorpc.types.Worker, what: str) -> None:
-    """No memory is read that the caller did not offer."""
-    stranger = await Stranger.proven()
-    with tempfile.TemporaryFile() as file:
-        inode = os.fstat(file.fileno()).st_ino
-        offer = (os.getpid(), file.fileno(), inode, 4096)
-        stranger.writer.write(frame(SEGMENTS, dump((offer, None, *NEWS))))
-        found = await stranger.frame()
-        assert found is not None
-        kind, (_, proof, *_) = found
-        assert (kind, proof) == (SEGMENTS, b"")
-        name = {
-            "size": (1, file.fileno(), inode, 1 << 40, False),
-            "inode": (1, file.fileno(), inode + 1, 4096, False),
-            "descriptor": (1, 1 << 20, inode, 4096, True),
-        }[what]
-        stranger.writer.write(frame(SHARED, dump(((name,), (), b""))))
-        async with asyncio.timeout(SOON):
-            await stranger.session.ended.wait()
-    await stranger.leave()
 
 
 def test_a_store_is_closed_with_its_last_link() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aiorpc_torch import batched, call
 from tests.support.device_stand_ins import DTYPE, StandIns
@@ -135,3 +135,49 @@ async def test_a_value_that_cannot_be_read(found: StandIns) -> None:
 
 
 # ── by torch ────────────────────────────────────────────────────────────────────────────────────
+
+
+def form(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.shape, x.stride(), x.requires_grad, x
+
+
+WHOLE = torch.arange(24, dtype=DTYPE).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        WHOLE.T,
+        WHOLE[:, 2:4],
+        WHOLE[1],
+        WHOLE[:0],
+        here(3.0).expand(2, 5),
+        here(1.0).requires_grad_(),
+        nn.Parameter(here(1.0)),
+        here(*range(13_107)),  # near the 128 KiB up to which bytes ride in the message
+    ],
+    ids=["transposed", "part", "row", "empty", "expanded", "leaf", "parameter", "long"],
+)
+@pytest.mark.usefixtures("ends")
+async def test_forms(found: StandIns, x: Tensor) -> None:
+    """Both ways; a view arrives without the rest of its storage."""
+    kind, shape, strides, needs_grad, back = await call("far", form, x)
+    assert (kind, shape, needs_grad) == (type(x), x.shape, x.requires_grad)
+    assert torch.equal(back, x)
+    assert (back.shape, back.requires_grad, type(back)) == (x.shape, x.requires_grad, type(x))
+    if x.numel() and x.untyped_storage().nbytes() <= x.nbytes:
+        assert strides == back.stride() == x.stride()
+    assert found.ways == ["host", "host"]
+
+
+@pytest.mark.usefixtures("ends")
+async def test_tensors_that_are_still_computed(found: StandIns) -> None:
+    """They stay outside of the bytes. What is done later goes through the host again."""
+    await call("far", double, torch.ones(1))
+    found.is_busy = True
+    assert (await call("far", here, 1.0)).tolist() == [1.0]
+    assert found.ways == ["torch"]
+    found.is_busy = False
+    await asyncio.sleep(0.004)  # longer than a busy device is left alone
+    assert (await call("far", here, 1.0)).tolist() == [1.0]
+    assert found.ways == ["torch", "host"]

@@ -6,7 +6,7 @@ And calls as what they are before they are awaited: coroutines for whoever makes
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -15,7 +15,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, create, remote
-from aiorpc_torch.testing import Gate, connection
+from aiorpc_torch.testing import Gate, connection, settled
 from aiorpc_torch.testing.limits import BYTES_PER_CREDIT, STREAM_CREDIT
 from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
@@ -553,3 +553,31 @@ async def test_two_tasks_cannot_wait_for_one_item() -> None:
     await remote(follower).put(2)
     assert await anext(items) == 2
     await items.aclose()
+
+
+CREDIT = 64  # items that a generator may be ahead of its consumer
+
+
+def count(most: int) -> Iterator[int]:
+    yield from range(most)
+
+
+async def count_async(most: int) -> AsyncIterator[int]:
+    for number in range(most):
+        yield number
+
+
+@pytest.mark.parametrize("function", [count, count_async])
+async def test_every_item_arrives_in_order(function: Any) -> None:
+    """Many times the credit."""
+    async with asyncio.timeout(30.0):
+        found = [item async for item in call("main", function, 5 * CREDIT)]
+    assert found == [*range(5 * CREDIT)]
+    async with asyncio.timeout(30.0):
+        await settled()
+
+
+async def test_what_cannot_be_iterated() -> None:
+    with pytest.raises(TypeError, match="abs is not a generator, it returned int: use `await`"):
+        async for _ in call("main", abs, -1):
+            pass

@@ -19,6 +19,7 @@ from aiorpc_torch import RRef, autograd, batched, remote
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import connection, drop_connection, settled
 from tests.support.raw_connections import Tap
+from tests.support.slack import BEGUN
 from tests.support.socket_lines import (
     CHUNK,
     Line,
@@ -320,3 +321,109 @@ def test_nothing_is_left_of_a_world() -> None:
             return await remote(RRef(Shelf())).echo(torch.ones(LARGE))  # type: ignore[no-any-return]
 
     assert float(asyncio.run(main()).sum()) == LARGE
+
+
+async def test_transfers_share_the_sockets(shelf: Shelf, line: Line) -> None:
+    """A small one does not wait for the end of a large one."""
+    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(16 * LARGE)))
+    await line.is_held()
+    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(torch.ones(LARGE // 8)))
+    await until(lambda: connection("main").pending == 2)
+    line.may_send.set()
+    assert await second == 1
+    assert await first == 1
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.cancelled")
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_late: bool) -> None:
+    """Its tensor and the memory for it are freed; a late one is known not to have run."""
+    x = torch.ones(4 * LARGE)
+    freed = weakref.ref(x.untyped_storage())
+    timeout = BEGUN if is_late else None
+    call = asyncio.ensure_future(remote(RRef(shelf), timeout=timeout).keep(x))
+    del x
+    await line.is_held()
+    if not is_late:
+        call.cancel()
+    outcome = (await asyncio.gather(call, return_exceptions=True))[0]
+    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
+    if isinstance(outcome, aiorpc.CallTimeout):
+        assert not outcome.may_have_run
+    del call, outcome
+    line.may_send.set()
+    await until(is_at_rest)
+    assert freed() is None
+    assert await remote(RRef(shelf)).keep(torch.ones(LARGE)) == 1
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_result_that_is_cancelled_while_it_is_sent(
+    shelf: Shelf, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is freed, and its call leaves the window."""
+    tap = Tap(monkeypatch)
+    shelf.kept.append(torch.ones(4 * LARGE))
+    call = asyncio.ensure_future(remote(RRef(shelf)).get(0))
+    await line.is_held()
+    call.cancel()
+    await asyncio.wait((call,))
+    await remote(RRef(shelf)).echo(0)  # behind the cancellation
+    line.may_send.set()
+    await until(is_at_rest)
+    await settled()
+    assert tap.count("transferred") == 0
+    assert await remote(RRef(shelf)).echo(7) == 7
+
+
+async def drained(items: Any) -> list[Tensor]:
+    return [each async for each in items]
+
+
+OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "result": lambda proxy, _: proxy.get(0),
+    "results": lambda proxy, _: asyncio.gather(proxy.get(0), proxy.get(0)),
+    "items": lambda proxy, _: drained(proxy.items(LARGE, 3)),
+    "arguments of a batch": lambda proxy, x: asyncio.gather(*(proxy.join(x) for _ in range(3))),
+    "results of a batch": lambda proxy, _: asyncio.gather(*(proxy.split(0) for _ in range(3))),
+}
+
+
+@pytest.mark.promise("sockets.cancelled")
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+@pytest.mark.parametrize("name", OPERATIONS)
+async def test_calls_that_end_while_tensors_are_sent(
+    shelf: Shelf, line: Line, monkeypatch: pytest.MonkeyPatch, name: str, is_late: bool
+) -> None:
+    """Both ends free what they hold, and the memory of the receiver may be used again."""
+    tap = Tap(monkeypatch)
+    shelf.kept.append(torch.ones(4 * LARGE))
+    proxy = remote(RRef(shelf), timeout=BEGUN if is_late else None)
+    running = asyncio.ensure_future(OPERATIONS[name](proxy, torch.ones(LARGE)))
+    await line.is_held()
+    if not is_late:
+        running.cancel()
+    outcome = (await asyncio.gather(running, return_exceptions=True))[0]
+    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
+    del running, outcome
+    line.may_send.set()
+    await until(is_at_rest)
+    await settled()
+    assert tap.count("transferred") == 0
+    assert await remote(RRef(shelf)).keep(torch.ones(LARGE)) == 2
+
+
+async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line) -> None:
+    """Its call fails; no thread reads memory that is gone."""
+    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
+    await line.is_held()  # all threads are busy
+    x = torch.zeros(LARGE)
+    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(x))
+    await until(lambda: connection("main").pending == 2)
+    x.untyped_storage().resize_(0)
+    line.may_send.set()
+    with pytest.raises((aiorpc.RemoteError, ValueError), match="its storage was freed"):
+        await second
+    assert await first == 1
+    await until(is_at_rest)

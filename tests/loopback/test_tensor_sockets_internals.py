@@ -3,13 +3,10 @@
 import asyncio
 import socket
 import threading
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, remote
@@ -70,23 +67,6 @@ async def test_memory_is_used_again(shelf: Shelf) -> None:
     assert float(again.sum()) == LARGE
 
 
-# ── fairness, order ─────────────────────────────────────────────────────────────────────────────
-
-
-async def test_transfers_share_the_sockets(shelf: Shelf, line: Line) -> None:
-    """A small one does not wait for the end of a large one."""
-    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(16 * LARGE)))
-    await line.is_held()
-    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(torch.ones(LARGE // 8)))
-    await until(lambda: len(near()._jobs) == 2)
-    (large, _) = near()._jobs.values()
-    line.may_send.set()
-    await second
-    assert large.started <= 16 * 4 * LARGE
-    assert await first == 1
-    await until(is_at_rest)
-
-
 # ── bounds ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -135,31 +115,6 @@ async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker,
 
 
 # ── failures ────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.promise("sockets.cancelled")
-@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
-async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_late: bool) -> None:
-    """Its tensor and the memory for it are freed; a late one is known not to have run."""
-    x = torch.ones(4 * LARGE)
-    freed = weakref.ref(x.untyped_storage())
-    call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
-    del x
-    await line.is_held()
-    if is_late:
-        (pending,) = own_connection().pending.values()
-        expire(pending, 0.05)
-    else:
-        call.cancel()
-    outcome = (await asyncio.gather(call, return_exceptions=True))[0]
-    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
-    if isinstance(outcome, aiorpc.CallTimeout):
-        assert not outcome.may_have_run
-    del call, outcome
-    line.may_send.set()
-    await until(is_at_rest)
-    assert freed() is None
-    assert await remote(RRef(shelf)).keep(torch.ones(LARGE)) == 1
 
 
 @pytest.mark.promise("sockets.cancelled")
@@ -223,22 +178,6 @@ async def test_a_call_that_is_cancelled_while_its_receiver_tells_that_it_has_no_
     await until(is_at_rest)
 
 
-@pytest.mark.promise("sockets.cancelled")
-async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: Line) -> None:
-    """Its memory is freed, and its call leaves the window."""
-    shelf.kept.append(torch.ones(4 * LARGE))
-    call = asyncio.ensure_future(remote(RRef(shelf)).get(0))
-    await line.is_held()
-    call.cancel()
-    await asyncio.wait((call,))
-    await until(lambda: not far()._jobs or next(iter(far()._jobs.values())).is_cancelled)
-    line.may_send.set()
-    await until(is_at_rest)
-    await until(lambda: not own_connection().state.window)
-    assert far().sent == 0
-    assert await remote(RRef(shelf)).echo(7) == 7
-
-
 def end_calls(running: "asyncio.Future[Any]", *, is_late: bool) -> None:
     """Cancel a task, or let all its calls time out."""
     if not is_late:
@@ -246,41 +185,6 @@ def end_calls(running: "asyncio.Future[Any]", *, is_late: bool) -> None:
         return
     for pending in [*own_connection().pending.values()]:
         expire(pending, 0.05)
-
-
-async def drained(items: Any) -> list[Tensor]:
-    return [each async for each in items]
-
-
-OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "result": lambda proxy, _: proxy.get(0),
-    "results": lambda proxy, _: asyncio.gather(proxy.get(0), proxy.get(0)),
-    "items": lambda proxy, _: drained(proxy.items(LARGE, 3)),
-    "arguments of a batch": lambda proxy, x: asyncio.gather(*(proxy.join(x) for _ in range(3))),
-    "results of a batch": lambda proxy, _: asyncio.gather(*(proxy.split(0) for _ in range(3))),
-}
-
-
-@pytest.mark.promise("sockets.cancelled")
-@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
-@pytest.mark.parametrize("name", OPERATIONS)
-async def test_calls_that_end_while_tensors_are_sent(
-    shelf: Shelf, line: Line, name: str, is_late: bool
-) -> None:
-    """Both ends free what they hold, and the memory of the receiver may be used again."""
-    shelf.kept.append(torch.ones(4 * LARGE))
-    proxy = remote(RRef(shelf))
-    running = asyncio.ensure_future(OPERATIONS[name](proxy, torch.ones(LARGE)))
-    await line.is_held()
-    end_calls(running, is_late=is_late)
-    outcome = (await asyncio.gather(running, return_exceptions=True))[0]
-    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
-    del running, outcome
-    line.may_send.set()
-    await until(is_at_rest)
-    await until(lambda: not (own_connection().state.window or memory_in_use()))
-    assert (near().sent, far().sent) == (0, 0)
-    assert await proxy.keep(torch.ones(LARGE)) == 2
 
 
 def memory_in_use() -> int:
@@ -301,21 +205,6 @@ async def test_a_socket_that_fails_ends_the_connection(shelf: Shelf, line: Line)
         await asyncio.wait_for(call, SOON)
     assert former.phase >= Phase.RETIRING
     assert torch.equal(await remote(RRef(shelf)).echo(torch.ones(LARGE)), torch.ones(LARGE))
-
-
-async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line) -> None:
-    """Its call fails; no thread reads memory that is gone."""
-    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
-    await line.is_held()  # all threads are busy
-    x = torch.zeros(LARGE)
-    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(x))
-    await until(lambda: len(near()._jobs) == 2)
-    x.untyped_storage().resize_(0)
-    line.may_send.set()
-    with pytest.raises((aiorpc.RemoteError, ValueError), match="its storage was freed"):
-        await second
-    assert await first == 1
-    await until(is_at_rest)
 
 
 async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from aiorpc_torch import Round, RRef, batched, exclusive, max_concurrency, remot
 from aiorpc_torch.observe import where
 from aiorpc_torch.testing import Gate
 from aiorpc_torch.types import Standings
+from tests.support.raw_connections import Tap
 from tests.support.standing import line_of, until_late, until_stands
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -539,6 +540,40 @@ async def test_many_late_calls_share_a_question(calls: Calls) -> None:
         raise max(found, key=lambda each: len(str(each)))  # one of those that are told of
 
     await until_late(call_late, "It stood here")
+
+
+@pytest.mark.promise("standing.free")
+@pytest.mark.usefixtures("world")
+async def test_nothing_is_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with a deadline that is answered in time sends what one without a deadline sends."""
+    gate = Gate()
+    rref = RRef(gate)
+    await gate.open()
+    tap = Tap(monkeypatch)
+    for seconds in None, 60.0:
+        async with aiorpc.timeout(seconds):
+            await remote(rref).passed()
+        await remote(rref, timeout=seconds).passed()
+    assert tap.count("where") == 0
+    await gate.shut()
+    with pytest.raises(aiorpc.CallTimeout):
+        await remote(rref, timeout=2.5).passed()  # asked about half a second before its end
+    assert tap.count("where") == 2  # a question and an answer
+    with pytest.raises(aiorpc.CallTimeout):
+        await remote(rref, timeout=0.01).passed()  # too short
+    assert tap.count("where") == 2
+
+
+@pytest.mark.usefixtures("world")
+async def test_a_call_that_ends_while_it_is_asked_about() -> None:
+    """It waits no more, and its worker has no name for it."""
+    gate = Gate()
+    calling = asyncio.ensure_future(remote(RRef(gate)).passed())
+    await gate.entered()
+    opening = asyncio.ensure_future(gate.open())  # before the question is read
+    assert await where() == ()
+    await opening
+    await calling
 
 
 async def test_outside_of_a_world_it_is_empty() -> None:

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, observe, register, remote
-from aiorpc_torch._aio.deadlines import NOTICE
 from aiorpc_torch._client import questions
 from aiorpc_torch._client.pool import current
 from aiorpc_torch._endpoint import entry_points
@@ -40,28 +38,6 @@ def _waits(number: int) -> Any:
 
 for _number in range(6):
     setattr(SixGates, f"wait{_number}", _waits(_number))
-
-
-@pytest.mark.promise("standing.free")
-@pytest.mark.usefixtures("world")
-async def test_nothing_is_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with a deadline that is answered in time sends what one without a deadline sends."""
-    gate = Gate()
-    rref = RRef(gate)
-    await gate.open()
-    tap = Tap(monkeypatch)
-    for seconds in None, 60.0:
-        async with aiorpc.timeout(seconds):
-            await remote(rref).passed()
-        await remote(rref, timeout=seconds).passed()
-    assert tap.count("where") == 0
-    await gate.shut()
-    with pytest.raises(aiorpc.CallTimeout):
-        await remote(rref, timeout=5 * NOTICE).passed()
-    assert tap.count("where") == 2  # a question and an answer
-    with pytest.raises(aiorpc.CallTimeout):
-        await remote(rref, timeout=0.01).passed()  # too short
-    assert tap.count("where") == 2
 
 
 class GatedGuard(Guard):
@@ -114,18 +90,6 @@ async def test_few_questions_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch)
     assert all(each[0].state.startswith("unknown: ") for each in found)
     assert not ours._asked
     await gate.open()
-    await calling
-
-
-@pytest.mark.usefixtures("world")
-async def test_a_call_that_ends_while_it_is_asked_about() -> None:
-    """It waits no more, and its worker has no name for it."""
-    gate = Gate()
-    calling = asyncio.ensure_future(remote(RRef(gate)).passed())
-    await gate.entered()
-    opening = asyncio.ensure_future(gate.open())  # before the question is read
-    assert await observe.where() == ()
-    await opening
     await calling
 
 

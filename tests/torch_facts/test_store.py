@@ -1,4 +1,4 @@
-"""torch's TCPStore: who shares its server, and how a key is read from it."""
+"""torch's TCPStore: how a key is read from its server."""
 
 import socket
 
@@ -34,17 +34,6 @@ def test_a_key_is_read(use_libuv: bool) -> None:
             assert client.read("aiorpc") == expected
             store.set("aiorpc", "here")
             store.get("aiorpc")  # `set` does not wait
-
-
-def test_a_server_is_shared_in_its_process() -> None:
-    """By the number of its port, as long as one store is left."""
-    store = server()
-    other = TCPStore("127.0.0.1", store.port, None, True, multi_tenant=True, wait_for_workers=False)
-    other.set("key", "value")
-    other.get("key")  # `set` does not wait
-    del store
-    with socket.create_connection(("127.0.0.1", other.port), 30) as connected:
-        assert StoreClient(connected).read("key") == b"value"
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03"])

@@ -1,10 +1,7 @@
 """The checks of `python -m aiorpc_torch doctor`: facts, problems, and what to do."""
 
-import re
 import resource
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,21 +107,6 @@ def test_a_transport_that_does_not_exist() -> None:
     found = doctor.transport("nope")
     assert "nope" in found.text
     assert "transports=" in found.remedy
-
-
-@pytest.mark.slow
-def test_the_command() -> None:
-    """It starts a world with each transport, and its exit code says whether all is well."""
-    done = subprocess.run(
-        [sys.executable, "-m", "aiorpc_torch", "doctor"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in doctor.TRANSPORTS:
-        assert re.search(rf"^ok +transport {name}: a call takes [\d.]+ ms", done.stdout, re.M)
-    assert done.stdout.endswith("0 problems\n")
 
 
 def test_one_port_and_its_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

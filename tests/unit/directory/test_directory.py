@@ -389,18 +389,6 @@ def test_a_replacement_process() -> None:
         assert [each.view for each in first] == views
 
 
-def test_a_frozen_process_that_is_replaced() -> None:
-    """Its connection is closed, and the end of it is none of the newer process."""
-    network, first = start(2)
-    network.is_alive = lambda number: number != 1  # type: ignore[method-assign]  # no answer
-    second = network.register(registration(1, 2, pid=99))
-    network.settle()
-    assert second.has_entered
-    assert first[1].is_cut
-    network.directory.gone(first[1].connection)
-    assert not first[0].gone
-
-
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
@@ -475,16 +463,6 @@ def test_a_connection_that_is_opened_again() -> None:
     assert second.gone == {2}
     assert [each for each in second.heard if isinstance(each, Announce)] == [Announce("b", 4, [])]
     assert (first.told, first.gone) == ({1, 2}, {2})
-
-
-def test_a_connection_that_is_still_open() -> None:
-    """The directory closes it: the process itself knows better."""
-    network, [_, second, _] = start()
-    old = second.connection
-    second.resume()
-    network.directory.gone(old)
-    network.settle()
-    assert second.view == {"w0": 0, "w1": 1, "w2": 2}
 
 
 def test_a_member_that_connects_again_while_its_name_is_wanted() -> None:

@@ -5,10 +5,10 @@ claims of the place and timers come in any order, and one or two events between 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
-from aiorpc_torch._directory.registration import Registration
 from tests.support.directories import registration
 from tests.support.small_worlds import SmallWorld
 from tests.support.state_search import Action, search
@@ -16,17 +16,17 @@ from tests.support.state_search import Action, search
 EVENTS = ("kill", "freeze", "cut", "retire", "usurp", "hurry", "slow")
 
 
-def joining(name: str = "a") -> Registration:
+def joining(name: str = "a") -> Any:
     return registration(-1, -1, name=name, joined=True)
 
 
-def replacing(rank: int, size: int) -> Registration:
+def replacing(rank: int, size: int) -> Any:
     return registration(rank, size, pid=99)
 
 
 def explore(
     size: int,
-    entrants: Sequence[Registration],
+    entrants: Sequence[Any],
     events: Iterable[str] = EVENTS,
     budget: int = 1,
     *,

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-import aiorpc_torch as aiorpc
-from aiorpc_torch import NotInWorld
 from aiorpc_torch._endpoint import names
 from aiorpc_torch._endpoint.name_table import NameTable
 from aiorpc_torch._endpoint.names import watch_name
@@ -39,14 +37,6 @@ def test_it_is_a_table(steps: list[tuple[str, str]]) -> None:
         table.unwatch(watcher)
         assert table.names() == tuple(sorted(expected))
         assert {each: table.find(each) for each in table.names()} == expected
-
-
-def test_outside_a_world() -> None:
-    """Nothing can be registered, and nothing is there to unregister."""
-    with pytest.raises(NotInWorld, match="in no world"):
-        aiorpc.register("ps", object())
-    with pytest.raises(ValueError, match="'ps' is not registered; registered names: none"):
-        aiorpc.unregister("ps")
 
 
 async def test_a_watcher_sees_each_change(monkeypatch: pytest.MonkeyPatch) -> None:

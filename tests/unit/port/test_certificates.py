@@ -9,22 +9,42 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._port import certificates
-from aiorpc_torch._port.tls import Tls, TlsError
+from aiorpc_torch import Tls
 from tests.support.certificates import Authority
 from tests.support.logs import logged
 
 SOON = 30.0
 
 
+class Clock:
+    """The clocks of this process, which a test moves."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        for name in ("time", "monotonic"):
+            patch.setattr(time, name, partial(self._read, getattr(time, name)))
+
+    def _read(self, clock: Callable[[], float]) -> float:
+        return clock() + self.ahead
+
+    def look(self, tls: Tls) -> None:
+        """Let the time pass after which the files are looked at, and wait for the look."""
+        before = {*threading.enumerate()}
+        self.ahead += 10.0  # they are looked at every 5 s, as a connection begins
+        assert tls.client
+        for thread in {*threading.enumerate()} - before:
+            thread.join(SOON)
+
+
 @pytest.fixture(autouse=True)
-def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "LOOK_INTERVAL", 0.0)
-    monkeypatch.setattr(certificates, "LOOK_TIMEOUT", SOON)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 @pytest.fixture
@@ -32,7 +52,22 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def shown(tls: Tls, other: Tls) -> tuple[str, str]:
+Shown = Callable[[Tls, Tls], tuple[str, str]]
+
+
+@pytest.fixture
+def shown(clock: Clock) -> Shown:
+    """Return a function that connects two ends: the names that they show each other."""
+
+    def connect(tls: Tls, other: Tls) -> tuple[str, str]:
+        for each in (tls, other):
+            clock.look(each)
+        return names_shown(tls, other)
+
+    return connect
+
+
+def names_shown(tls: Tls, other: Tls) -> tuple[str, str]:
     """Connect two ends by the sockets' own TLS; return the names that they show each other."""
     ours, theirs = socket.socketpair()
     found: list[str] = []
@@ -81,7 +116,7 @@ def tls_in(folder: Path) -> Tls:
 
 
 @pytest.mark.promise("security.renewal")
-def test_files_that_are_written_again(authority: Authority, folder: Path) -> None:
+def test_files_that_are_written_again(authority: Authority, folder: Path, shown: Shown) -> None:
     """As certbot does. New connections have the new certificate, at both ends."""
     tls, other = tls_in(folder), authority.tls("other")
     assert shown(tls, other) == ("first", "other")
@@ -92,7 +127,9 @@ def test_files_that_are_written_again(authority: Authority, folder: Path) -> Non
 
 
 @pytest.mark.promise("security.renewal")
-def test_a_link_that_is_replaced(authority: Authority, folder: Path, tmp_path: Path) -> None:
+def test_a_link_that_is_replaced(
+    authority: Authority, folder: Path, tmp_path: Path, shown: Shown
+) -> None:
     """As Kubernetes does with a secret: all files change in one step."""
     link, other = tmp_path / "data", tmp_path / "new"
     link.symlink_to(folder)
@@ -109,7 +146,9 @@ def test_a_link_that_is_replaced(authority: Authority, folder: Path, tmp_path: P
 
 
 @pytest.mark.promise("security.renewal")
-def test_another_authority(authority: Authority, folder: Path, tmp_path: Path) -> None:
+def test_another_authority(
+    authority: Authority, folder: Path, tmp_path: Path, shown: Shown
+) -> None:
     """Both in `ca` for a while, then the new one alone."""
     new = Authority(tmp_path, "new")
     tls, other = tls_in(folder), authority.tls("other")
@@ -133,6 +172,7 @@ def test_files_that_do_not_fit(
     folder: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    shown: Shown,
     wrong: str,
 ) -> None:
     """The certificate stays, with one warning, until the files fit."""
@@ -162,75 +202,12 @@ def test_files_that_do_not_fit(
     assert shown(tls, other) == ("second", "other")
 
 
-def test_files_that_are_being_written(
-    authority: Authority,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What changes while it is read is read again, without a warning."""
-    tls, other = tls_in(folder), authority.tls("other")
-    cert, key, _ = authority.files("second")
-    shutil.copy(cert, folder / "cert")
-    of, reads = certificates.Loaded.of, list[bool]()
-
-    def load(files: certificates.Files) -> certificates.Loaded:
-        try:
-            return of(files)
-        finally:
-            if not reads:
-                shutil.copy(key, folder / "key")
-            reads.append(True)
-
-    monkeypatch.setattr(certificates.Loaded, "of", load)
-    assert shown(tls, other) == ("first", "other")
-    assert shown(tls, other) == ("second", "other")
-    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
-
-
-def test_files_are_not_read_for_each_connection(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tls, looks = tls_in(folder), list[object]()
-    tls.check()
-    monkeypatch.setattr(certificates, "LOOK_INTERVAL", SOON)
-    monkeypatch.setattr(certificates, "_stamp", lambda files: looks.append(files) or ())
-    monkeypatch.setattr(certificates.Certificate, "_seen", (), raising=False)
-    for _ in range(3):
-        assert tls.client is tls.client
-    assert len(looks) <= 2
-
-
-@pytest.mark.promise("worlds.place")
-def test_a_file_system_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first connection waits for a moment, further ones not at all; one thread waits."""
-    tls = tls_in(folder)
-    client, answers = tls.client, threading.Event()
-    looks, begun = list[object](), threading.Event()
-
-    def hang(files: certificates.Files) -> tuple[object, ...]:
-        looks.append(files)
-        begun.set()
-        assert answers.wait(SOON)
-        return ()
-
-    monkeypatch.setattr(certificates, "_stamp", hang)
-    monkeypatch.setattr(certificates, "LOOK_TIMEOUT", 0.1)
-    begin = time.monotonic()
-    for _ in range(100):
-        assert tls.client is client
-    assert time.monotonic() - begin < 5.0
-    assert begun.wait(SOON)
-    assert len(looks) == 1
-    answers.set()
-
-
 # ── the end of a certificate ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.promise("security.expiry")
 def test_a_certificate_that_expires_soon(
-    authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     """One warning a day names the file and the time; none before."""
     authority.tls("later", days=9).check()
@@ -245,35 +222,31 @@ def test_a_certificate_that_expires_soon(
     assert f"the certificate in {authority.folder}/soon.pem expires on {tls.expiry}." in (
         record.message
     )
-    now = time.time()
-    monkeypatch.setattr(certificates.time, "time", lambda: now + 86401)
-    assert tls.client
+    clock.ahead = 86401.0
+    clock.look(tls)
     assert len(caplog.records) == 2
-    monkeypatch.setattr(certificates.time, "time", lambda: now + 7 * 86400)
-    assert tls.client
+    clock.ahead = 7 * 86400.0
+    clock.look(tls)
     assert "has expired on" in caplog.messages[2]
 
 
 @pytest.mark.promise("security.expiry")
 def test_a_renewed_certificate_ends_the_warnings(
-    authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     tls = authority.tls(days=6)
     tls.check()
     authority.renew()
-    now = time.time()
-    monkeypatch.setattr(certificates.time, "time", lambda: now + 2 * 86400)
+    clock.ahead = 2 * 86400.0
     for _ in range(3):
-        assert tls.client
+        clock.look(tls)
     assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
 
 
-def test_an_authority_that_has_expired(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_authority_that_has_expired(authority: Authority, clock: Clock) -> None:
     """Its file is named; openssl gives it 30 days."""
-    tls, now = authority.tls(days=60), time.time()
-    monkeypatch.setattr(certificates.time, "time", lambda: now + 31 * 86400)
+    tls = authority.tls(days=60)
+    clock.ahead = 31 * 86400.0
     with pytest.raises(ValueError, match=rf"the certificate in {authority.ca} has expired on 20"):
         tls.check()
 
@@ -285,8 +258,9 @@ def test_whose_certificate_has_expired(authority: Authority) -> None:
     error = ssl.SSLError(1, "")
     error.reason = "SSLV3_ALERT_CERTIFICATE_EXPIRED"
     text = rf"w1 refuses the certificate in .*expired\.pem: .* \(it expires on {expired.expiry}\)"
-    with pytest.raises(TlsError, match=text), expired.explaining("w1"):
+    with pytest.raises(OSError, match=text) as raised, expired.explaining("w1"):
         raise error
+    assert not isinstance(raised.value, ssl.SSLError)
     assert f"expired.pem has expired on {expired.expiry}" in expired.expired
     assert tls.expired == ""
 
@@ -296,8 +270,8 @@ async def test_looks_block_no_loop(folder: Path) -> None:
     tls = tls_in(folder)
     copied_at = os.stat(folder / "cert").st_mtime_ns
     os.utime(folder / "cert", ns=(copied_at, copied_at + 10**9))
-    before = tls._certificate.latest
+    before = tls.client
     tls.look()
     async with asyncio.timeout(SOON):
-        while tls._certificate.latest is before:  # noqa: ASYNC110
+        while tls.client is before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -1,6 +1,5 @@
-"""The choice of network interfaces, and the errors for a wrong one."""
+"""The choice of network interfaces and of the addresses to listen at."""
 
-import asyncio
 import os
 import socket
 from typing import Any
@@ -9,8 +8,6 @@ import psutil
 import pytest
 from hypothesis import given, strategies as st
 
-import aiorpc_torch as aiorpc
-from aiorpc_torch import WorldTimeout
 from aiorpc_torch._port import network
 from tests.support.example_programs import free_port
 
@@ -54,36 +51,6 @@ def test_the_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.requested_interface("a") == "a"
 
 
-@pytest.mark.promise("worlds.interface")
-async def test_a_wrong_interface_is_an_error_before_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It lists the existing interfaces; if one variable is wrong, it names the variable."""
-    where: dict[str, Any] = {"rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
-    with pytest.raises(
-        ValueError, match=rf"'nosuch' is up on this machine: .*{LOOPBACK} \(127\.0\.0\.1"
-    ):
-        async with aiorpc.worker(interface="nosuch", **where):
-            pass
-    monkeypatch.setenv(GLOO, LOOPBACK)
-    monkeypatch.setenv(TENSORPIPE, "nosuch")
-    with pytest.raises(
-        ValueError, match="'nosuch' is up on this machine, as TP_SOCKET_IFNAME says:"
-    ):
-        async with aiorpc.worker(**where):
-            pass
-
-
-@pytest.mark.promise("worlds.loopback")
-async def test_a_local_world_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's variables say how other machines reach this one; a local world has none."""
-    for name in network.VARIABLES:
-        monkeypatch.setenv(name, "nosuch")
-    assert network.loopback_only() == LOOPBACK
-    async with aiorpc.local_world(0) as me:
-        assert not me.peers
-
-
 names = st.sampled_from([None, "a", "b"])
 
 
@@ -120,26 +87,13 @@ def test_loopback_hosts(host: str, here: bool) -> None:
     """Names and addresses that mean the local machine on every machine."""
     assert network.is_loopback_host(host) == here
     if here:
-        assert network.interface_towards(host) == LOOPBACK
+        assert network.interface_towards(host) == network.loopback_only() == LOOPBACK
 
 
 @pytest.mark.parametrize("host", [None, "0.0.0.0", "no such host.invalid", "a" * 70 + ".invalid"])
 def test_torch_chooses_for_an_unknown_host(host: str | None) -> None:
     """An unknown host raises nothing."""
     assert network.interface_towards(host) is None
-
-
-@pytest.mark.promise("worlds.loopback")
-async def test_a_world_of_one_listens_on_the_loopback_interface(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Whatever this machine's name resolves to."""
-    with caplog.at_level("INFO", logger="aiorpc_torch"):
-        async with aiorpc.worker("main", rank=0, world_size=1):
-            found = psutil.Process().net_connections("tcp")
-    listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
-    assert listening <= {"127.0.0.1", "::1"}
-    assert f"main uses {LOOPBACK} (127.0.0.1" in caplog.text
 
 
 # ── sockets ─────────────────────────────────────────────────────────────────────────────────────
@@ -173,40 +127,3 @@ def test_own_address() -> None:
     assert network.own_address(LOOPBACK) is None
     for name, has in network.addresses().items():
         assert network.own_address(name) in (None, *has)
-
-
-@pytest.mark.parametrize(
-    ("init_method", "master", "where"),
-    [
-        ("tcp://127.0.0.1:{}", None, {"127.0.0.1"}),
-        ("tcp://localhost:{}", None, {"127.0.0.1"}),
-        (None, "localhost", {*ALL}),  # as launchers of many machines tell rank 0
-    ],
-)
-async def test_where_rank_0_listens(
-    init_method: str | None,
-    master: str | None,
-    where: set[str],
-    port: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """At the given address; on all interfaces only if the address is unknown."""
-    if master is not None:
-        monkeypatch.setenv("MASTER_ADDR", master)
-        monkeypatch.setenv("MASTER_PORT", str(port))
-    method = init_method and init_method.format(port)
-
-    async def start() -> None:
-        async with aiorpc.worker(rank=0, world_size=2, init_method=method, start_timeout=1.5):
-            pass
-
-    starting = asyncio.create_task(start())
-    found: set[str] = set()
-    while not found and not starting.done():
-        await asyncio.sleep(0.01)
-        sockets = psutil.Process().net_connections("tcp")
-        found = {c.laddr.ip for c in sockets if c.laddr.port == port and not c.raddr}
-    with pytest.raises(WorldTimeout, match="rank 1"):
-        await starting
-    assert found
-    assert found <= where

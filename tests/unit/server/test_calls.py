@@ -56,28 +56,3 @@ async def test_a_large_result_of_a_cancelled_call_is_not_held(ends: TwoEnds, fun
     await until(lambda: not session.calls)
     assert session.held_bytes == 0
     assert not session.has_work()
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise ValueError("not this one")
-
-
-def unpicklable() -> Unpicklable:
-    return Unpicklable()
-
-
-def generator() -> Any:
-    yield 1
-
-
-async def test_a_result_that_cannot_be_pickled(ends: TwoEnds) -> None:
-    """The error is that of pickling, and names the method."""
-    with pytest.raises(ValueError, match="not this one") as raised:
-        await call("far", unpicklable)
-    assert any("result of unpicklable" in note for note in raised.value.__notes__)
-
-
-async def test_a_generator_that_is_awaited(ends: TwoEnds) -> None:
-    with pytest.raises(TypeError, match="generator is a generator; use `async for`"):
-        await call("far", generator)

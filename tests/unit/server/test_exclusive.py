@@ -283,3 +283,24 @@ def test_a_class_with_init_subclass_keeps_it() -> None:
 
     assert Child.names == ("child",)
     assert Registers.names == ()
+
+
+async def test_a_stream_that_fails_to_close_ends_its_turn() -> None:
+    streams = Streams()
+    stream: Any = streams.fails_to_close()
+    assert await anext(stream) == 1
+    with pytest.raises(LookupError, match="close"):
+        await stream.aclose()
+    assert await asyncio.wait_for(streams.work(), 30.0) == "worked"
+
+
+async def test_a_cancelled_coroutine_frees_its_place() -> None:
+    """One that waits, and one that holds the turn."""
+    busy = Inherits()
+    holds, waits, last = (asyncio.create_task(busy.work(n, 10)) for n in range(3))
+    await asyncio.sleep(0)
+    waits.cancel()
+    holds.cancel()
+    assert await last == 2
+    assert busy.log == [0, 2]
+    assert await asyncio.wait_for(busy.work(3), 30.0) == 3

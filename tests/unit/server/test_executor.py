@@ -1,8 +1,6 @@
 """Calls that an executor runs, without a connection."""
 
 import asyncio
-import contextvars
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,7 +12,6 @@ from aiorpc_torch._server.executor import Executor
 from aiorpc_torch.errors import CallTimeout, WorkerLeft
 
 SOON = 30.0  # seconds after which something will never happen
-VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
 
 
 class Call(ServerCall):
@@ -61,47 +58,6 @@ async def test_a_generator_that_gets_no_thread(executor: Executor) -> None:
     with pytest.raises(RuntimeError, match="can't start new thread"):
         executor._submit_rest(call, lambda: None)
     assert executor.in_threads == set()
-
-
-async def test_calls_start_in_order(executor: Executor) -> None:
-    """Those on the loop run to their first wait at once; plain ones, in threads, as they came."""
-    started: list[Any] = []
-    gate = threading.Event()
-
-    async def on_loop(name: str) -> None:
-        started.append(name)
-
-    def plain(name: str) -> None:
-        gate.wait(SOON)
-        started.append(name)
-
-    calls = [Call(on_loop, "a", on_loop=True), Call(plain, "b"), Call(on_loop, "c", on_loop=True)]
-    executor.start(calls)
-    await asyncio.gather(end_of(calls[0]), end_of(calls[2]))
-    assert started == ["a", "c"]
-    gate.set()
-    await end_of(calls[1])
-    assert started == ["a", "c", "b"]
-
-
-async def test_plain_calls_wait_for_a_thread(executor: Executor) -> None:
-    """Beyond the number of threads they wait, and start in order."""
-    gate, begun, started = threading.Event(), threading.Semaphore(0), list[int]()
-
-    def plain(number: int) -> int:
-        started.append(number)
-        begun.release()
-        gate.wait(SOON)
-        return number
-
-    calls = [Call(plain, number) for number in range(5)]
-    executor.start(calls)
-    assert begun.acquire(timeout=SOON)
-    assert begun.acquire(timeout=SOON)
-    assert sorted(started) == [0, 1]
-    gate.set()
-    assert [await end_of(call) for call in calls] == [0, 1, 2, 3, 4]
-    assert sorted(started[2:4]) == [2, 3]
 
 
 @pytest.mark.parametrize("on_loop", [True, False])
@@ -196,72 +152,8 @@ async def test_no_plain_function_overtakes_a_call_whose_start_is_scheduled(
     assert started == ["first", "plain", "last"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("on_loop", [True, False])
-async def test_no_exception_of_a_call_ends_the_worker(
-    executor: Executor, on_loop: bool, error: type[BaseException]
-) -> None:
-    """Not even one that ends a process: it is the caller's."""
-
-    async def raising() -> None:
-        raise error
-
-    def plain() -> None:
-        raise error
-
-    call = Call(raising if on_loop else plain, on_loop=on_loop)
-    executor.start([call])
-    assert isinstance(await end_of(call), error)
-
-
-@pytest.mark.parametrize("on_loop", [True, False])
-async def test_what_a_call_sets_is_its_own(executor: Executor, on_loop: bool) -> None:
-    """Each has a copy of the context in which the executor was made."""
-
-    async def sets() -> str:
-        before = VARIABLE.get()
-        VARIABLE.set("set")
-        return before
-
-    def plain() -> str:
-        before = VARIABLE.get()
-        VARIABLE.set("set")
-        return before
-
-    calls = [Call(sets if on_loop else plain, on_loop=on_loop) for _ in range(3)]
-    for call in calls:
-        executor.start([call])
-        assert await end_of(call) == ""
-
-
-async def test_a_coroutine_behind_a_plain_function(executor: Executor) -> None:
-    """It runs on the loop, in the context of its thread."""
-
-    async def inner() -> tuple[str, bool]:
-        return VARIABLE.get(), threading.current_thread() is threading.main_thread()
-
-    def plain() -> Any:
-        VARIABLE.set("of the thread")
-        return inner()
-
-    call = Call(plain)
-    executor.start([call])
-    assert await end_of(call) == ("of the thread", True)
-
-
 async def test_refused_calls_never_run(executor: Executor) -> None:
     executor.refusal = lambda: WorkerLeft("it has left")
     call = Call(pytest.fail, "it ran", on_loop=True)
     executor.start([call])
     assert isinstance(await end_of(call), WorkerLeft)
-
-
-async def test_threads_that_do_not_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    executor, gate, begun = Executor(1), threading.Event(), threading.Event()
-    call = Call(lambda: begun.set() or gate.wait(SOON))
-    executor.start([call])
-    assert begun.wait(SOON)
-    executor.close(0.0, "w")
-    assert "1 plain `def` calls still run on worker w" in caplog.text
-    gate.set()
-    await end_of(call)

@@ -3,18 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import pytest
 
 from aiorpc_torch import call
 from aiorpc_torch._server.stream_writer import (
     StreamCall,
-    check_streamable,
     pump_in_thread,
 )
 from aiorpc_torch._wire.connection_state import INITIAL_CREDIT
-from tests.support.two_ends import SOON, TwoEnds, two_ends, until
+from tests.support.two_ends import TwoEnds, two_ends, until
 
 UNKNOWN = 1 << 40  # no call of the caller has that number: it drops the items
 
@@ -106,26 +104,3 @@ async def test_a_large_item_costs_more(ends: TwoEnds) -> None:
     assert found.call_when_credit(lambda: resumed.append("resumed"))
     found.grant(1)
     assert resumed == ["resumed"]  # and looks itself whether the credit is enough
-
-
-def count(most: int) -> Iterator[int]:
-    yield from range(most)
-
-
-async def count_async(most: int) -> AsyncIterator[int]:
-    for number in range(most):
-        yield number
-
-
-@pytest.mark.parametrize("function", [count, count_async])
-async def test_every_item_arrives_in_order(ends: TwoEnds, function: Any) -> None:
-    """Many times the credit."""
-    async with asyncio.timeout(SOON):
-        found = [item async for item in call("far", function, 5 * INITIAL_CREDIT)]
-    assert found == [*range(5 * INITIAL_CREDIT)]
-    await until(lambda: not ends.session.calls)
-
-
-def test_what_cannot_be_iterated() -> None:
-    with pytest.raises(TypeError, match="f is not a generator, it returned int: use `await`"):
-        check_streamable(1, "f")

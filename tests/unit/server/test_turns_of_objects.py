@@ -2,36 +2,12 @@
 
 import asyncio
 import threading
-from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
 from aiorpc_torch._turns.turns import Turn, Turns, turns_of
-from tests.unit.server.test_exclusive import Inherits, Streams
-
-
-async def test_a_stream_that_fails_to_close_ends_its_turn() -> None:
-    streams = Streams()
-    stream: Any = streams.fails_to_close()
-    assert await anext(stream) == 1
-    with pytest.raises(LookupError, match="close"):
-        await stream.aclose()
-    assert turns_of(streams).holders == {}
-    assert await streams.work() == "worked"
-
-
-async def test_a_cancelled_coroutine_frees_its_place() -> None:
-    """One that waits, and one that holds the turn."""
-    busy = Inherits()
-    holds, waits, last = (asyncio.create_task(busy.work(n, 10)) for n in range(3))
-    await asyncio.sleep(0)
-    waits.cancel()
-    holds.cancel()
-    assert await last == 2
-    assert busy.log == [0, 2]
-    assert turns_of(busy).holders == {}
+from tests.unit.server.test_exclusive import Inherits
 
 
 def test_turns_go_on_after_a_loop_has_ended() -> None:

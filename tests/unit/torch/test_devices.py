@@ -1,7 +1,5 @@
 """Devices by any name, and the devices on which tensors may be sent."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,13 +16,6 @@ def test_devices_by_any_name() -> None:
     }
     assert normalize_device_maps({}) == {}
     assert normalize_device_maps("auto") == "auto"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "meta", torch.device("cpu")])
-def test_only_cuda_devices_with_an_index(device: Any) -> None:
-    for maps in ({"ps": {device: "cuda:0"}}, {"ps": {"cuda:0": device}}):
-        with pytest.raises(ValueError, match=f"with its index, as 'cuda:0', got '{device}'"):
-            normalize_device_maps(maps)
 
 
 def test_where_tensors_may_be() -> None:

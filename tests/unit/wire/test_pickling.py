@@ -3,12 +3,10 @@
 import gc
 import pickle
 import tracemalloc
-from random import Random
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.payloads import message_for_torch
@@ -49,26 +47,6 @@ def test_small_tensors_ride_in_the_bytes(dtype: torch.dtype, shape: tuple[int, .
     arrived.zero_()
 
 
-@pytest.mark.promise("transport.views")
-@given(st.lists(st.integers(1, 4), max_size=4), st.randoms())
-def test_views_arrive_as_what_they_show(shape: list[int], random: Random) -> None:
-    """Transposed, sliced and expanded views."""
-    dims = list(range(len(shape)))
-    random.shuffle(dims)
-    tensor = torch.randn(shape).permute(dims)
-    for view in (
-        tensor,
-        tensor[..., :1] if shape else tensor,
-        tensor.unsqueeze(0).expand(2, *tensor.shape),
-    ):
-        arrived = across(view)
-        assert isinstance(arrived, Tensor)
-        assert torch.equal(arrived, view)
-        expected = view.clone().stride()  # those of axes of one element mean nothing
-        kept = [axis for axis, size in enumerate(view.shape) if size > 1]
-        assert [arrived.stride(axis) for axis in kept] == [expected[axis] for axis in kept]
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -83,21 +61,6 @@ def test_views_arrive_as_what_they_show(shape: list[int], random: Random) -> Non
 def test_others_keep_to_the_table(tensor: Tensor) -> None:
     """What bytes cannot stand for, or should not, is left to torch."""
     assert pack(tensor).tensors == [tensor] or pack(tensor).tensors[0] is tensor
-
-
-def test_subclasses_stay_what_they_are() -> None:
-    """A Parameter is a Parameter there."""
-    arrived = across({"w": nn.Parameter(torch.ones(2))})
-    assert isinstance(arrived["w"], nn.Parameter)
-
-
-@pytest.mark.promise("transport.copied")
-def test_small_tensor_is_copied_at_the_call() -> None:
-    """It may be changed as soon as the call is made."""
-    tensor = torch.zeros(3)
-    packed = pack(tensor)
-    tensor.fill_(1)
-    assert torch.equal(unpack(packed.data, packed.tensors), torch.zeros(3))
 
 
 def test_size_counts_bytes_and_tensors() -> None:

@@ -24,13 +24,11 @@ from aiorpc_torch._wire.targets import (
     FunctionTarget,
     MethodTarget,
     Target,
-    order_key,
 )
 from aiorpc_torch._wire.wire_targets import (
     NamedTarget,
     decode_target,
     encode_target,
-    find,
     name_of,
     read_named,
 )
@@ -150,42 +148,6 @@ def test_what_has_a_name(kind: Any, function: Any) -> None:
 @pytest.mark.parametrize("target", [MethodTarget(ONE, "m"), FetchTarget(ONE)])
 def test_an_object_and_its_method(target: Target) -> None:
     assert across(target) == target
-
-
-class Five:
-    """An object that can be called, and has the name of a function."""
-
-    def __init__(self) -> None:
-        functools.update_wrapper(self, json.dumps)
-
-    def __call__(self) -> int:
-        return 5
-
-
-@pytest.mark.parametrize(
-    "function",
-    [functools.partial(max, 3), [4].index, Outer.Inner().method, Five(), "x".upper],
-    ids=["a partial", "of a list", "of an object", "an object", "of a text"],
-)
-def test_what_has_a_state_is_pickled(function: Any) -> None:
-    """As it is now."""
-    assert name_of(function) is None
-    found = across(FunctionTarget(function))
-    assert type(found.function) is type(function)
-
-
-def test_a_name_that_a_message_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is pickled: of a function whose module is a file with a name that is not UTF-8, for one."""
-
-    def odd() -> None: ...
-
-    odd.__qualname__ = "o\udcff"
-    monkeypatch.setitem(globals(), odd.__qualname__, odd)
-    assert find(odd.__qualname__, __name__) is odd
-    target = FunctionTarget(odd)
-    assert name_of(odd) is None
-    assert across(target) == target
-    dump(order_key(target))
 
 
 def test_a_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

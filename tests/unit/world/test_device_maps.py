@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._torch.devices import DeviceRoutes, normalize_device_maps
 from aiorpc_torch._world.device_maps import resolve_device_maps
@@ -21,20 +20,6 @@ def error_of(*registrations: Registration, entering: str = "") -> str:
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         resolve_device_maps(registrations, entering)
     return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("maps", "why"),
-    [({"a": {"cpu": "cuda:0"}}, "with its index"), ("each", 'a map for each peer, or "auto"')],
-)
-async def test_errors_are_raised_where_the_world_is_entered(maps: Any, why: str) -> None:
-    """Before anything starts."""
-    with pytest.raises(ValueError, match=why):
-        async with aiorpc.local_world(["a"], device_maps=maps):
-            pass
-    with pytest.raises(ValueError, match=why):
-        async with aiorpc.worker(rank=0, world_size=1, device_maps=maps):
-            pass
 
 
 @pytest.mark.promise("devices.maps")

@@ -9,18 +9,17 @@ from aiorpc_torch import (
     NotInWorld,
     batched,
 )
-from aiorpc_torch._batching.queue import close_queues
-
-from .test_queue import Gated, iterations, outcome
+from aiorpc_torch.testing import world
+from tests.unit.batching.test_queue import Gated, iterations, outcome
 
 
 async def test_closing_fails_every_call() -> None:
     """Waiting and running calls get NotInWorld; the function is cancelled; new calls are served."""
     gated = Gated()
-    calls = [asyncio.create_task(outcome(gated.pass_(n))) for n in range(5)]
-    met = asyncio.create_task(outcome(gated.meet(1)))
-    await gated.started.wait()
-    await close_queues()
+    async with world():
+        calls = [asyncio.create_task(outcome(gated.pass_(n))) for n in range(5)]
+        met = asyncio.create_task(outcome(gated.meet(1)))
+        await gated.started.wait()
     got = await asyncio.gather(*calls, met)
     assert [type(each) for each in got] == [NotInWorld] * 6
     assert [each.may_have_run for each in got] == [True] * 3 + [False] * 3
@@ -47,10 +46,9 @@ async def test_closing_does_not_wait_for_a_function_that_will_not_end(
         ended.set()
         return items
 
-    call = asyncio.ensure_future(stubborn(1))
-    await started.wait()
-    async with asyncio.timeout(30.0):
-        await close_queues()
+    async with asyncio.timeout(30.0), world():
+        call = asyncio.ensure_future(stubborn(1))
+        await started.wait()
     with pytest.raises(NotInWorld):
         await call
     assert "stubborn did not end" in caplog.text
