@@ -62,7 +62,7 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
     keep the deadline for their calls. In a thread without an event loop it bounds remote calls.
 
     Args:
-        seconds: time for the block; None sets no further bound.
+        seconds: time for the block; None sets no further bound. 0 is over at once: no call is sent.
 
     Raises:
         TypeError: if `seconds` is not a number.
@@ -74,6 +74,8 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = checked_timeout(seconds)
+        if type(seconds) is int:  # a time left that is 0.0 was computed
+            _warn_of_zero(seconds, 3)
         self._token: contextvars.Token[float | None] | None = None
         self._due: _BlockDeadline | None = None  # while the block lasts, in a task
         self._handle: asyncio.Handle | None = None
@@ -248,14 +250,18 @@ def checked_timeout(timeout: Any) -> float | None:
 def checked_call_timeout(timeout: Any) -> float | None:
     """Return the timeout of calls, as `checked_timeout`; warn of torch's value for none."""
     seconds = checked_timeout(timeout)
-    if seconds in (0.0, -1.0):
+    _warn_of_zero(timeout, 4)
+    return seconds
+
+
+def _warn_of_zero(timeout: Any, stacklevel: int) -> None:
+    if timeout in (0, -1):
         warnings.warn(
             f"timeout={timeout!r} is over at once: no call is sent. Unlike torch RPC, this library "
             "takes None for no timeout",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
-    return seconds
 
 
 def deadline_in(seconds: float | None) -> float | None:

@@ -276,7 +276,9 @@ class Connection(Channel):
     def why_unsent(self, number: int) -> str | None:
         """Return why a pending call is not sent, None if it is."""
         if not self.is_open:
-            return "is not sent: there is no connection yet"
+            # Of `attach`: each end learns the other's address by torch's RPC.
+            why = "; torch's threads there may all wait" if self._holding() is not None else ""
+            return f"is not sent: there is no connection yet{why}"
         if not self.state.was_sent(number):
             return "is not sent: it waits for flow control, or a copy of its tensors"
         return None

@@ -164,7 +164,7 @@ class Introductions:
     async def _held_introduction(self, peer: Peer) -> Introduction:
         if self.holding is None:
             return await self._introduction(peer)
-        text = f"calls to worker {peer.name!r} wait until it enters attach()"
+        text = f"calls to worker {peer.name!r} wait until it is in attach()"
         while True:
             with announced(text, logging.WARNING, LOG_DELAY):
                 epoch = await self.holding.wait_until_serving(peer)

@@ -29,3 +29,6 @@ async def test_bad_input(world: Any) -> None:
         await ctx.backward([(x * x).sum()])
         torch.testing.assert_close((await ctx.gradients())[x], 2 * x.detach())
         assert x.grad is None
+        # torch's own functions take the context for its number.
+        found: Any = torch.distributed.autograd.get_gradients(ctx)  # type: ignore[arg-type]
+        torch.testing.assert_close(found[x], 2 * x.detach())

@@ -30,6 +30,7 @@ from aiorpc_torch import (
     register,
     remote,
     supervised,
+    timeout,
     worker,
 )
 from aiorpc_torch.types import LocalWorker, Supervised
@@ -469,6 +470,14 @@ async def test_timeouts_of_torch_that_are_none(seconds: float) -> None:
         await handle.double(1)
     with pytest.warns(RuntimeWarning, match="takes None"):
         await fetch(rref, timeout=seconds)
+
+
+def test_a_block_without_time() -> None:
+    """A time left of 0.0 was computed."""
+    with pytest.warns(RuntimeWarning, match="timeout=0 is over at once") as warned:
+        timeout(0)
+    assert warned[0].filename == __file__
+    timeout(0.0)
 
 
 @pytest.mark.parametrize("keyword", ["timeout", "args", "kwargs"])

@@ -95,7 +95,7 @@ async def test_calls_that_are_held_are_told_of(
     with pytest.raises(RpcError, match="another version"):
         await task
     [record] = caplog.records
-    text = "calls to worker 'peer' wait until it enters attach()"
+    text = "calls to worker 'peer' wait until it is in attach()"
     assert (record.levelname, record.getMessage()) == ("WARNING", text)
 
 

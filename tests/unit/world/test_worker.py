@@ -1,5 +1,6 @@
 """How a worker serves until a peer has left, and what it tells of what ends its block."""
 
+import asyncio
 import traceback
 
 import pytest
@@ -37,6 +38,13 @@ def test_an_exception_that_cannot_be_shown() -> None:
     with pytest.raises(AttributeError):
         traceback.format_exception(error)
     assert describe_failure(error) == "its block raised SyntaxError, which cannot be shown"
+
+
+def test_what_ends_a_program() -> None:
+    """SystemExit and Ctrl-C are named; a cancellation has no cause that could be."""
+    assert describe_failure(SystemExit(3)) == "its block was ended by SystemExit: 3"
+    assert describe_failure(KeyboardInterrupt()) == "its block was ended by KeyboardInterrupt"
+    assert describe_failure(asyncio.CancelledError()) == "its block was cancelled"
 
 
 def test_the_summary_of_an_exception() -> None:
