@@ -33,7 +33,7 @@ from .._torch.devices import NO_DEVICES, DeviceMapping
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.switches import warn_of_autocast
 from .._wire.ancestry import awaited, entered_scopes
-from .._wire.columns import STREAM_END, plain_cell
+from .._wire.columns import STREAM_END, plain_bytes, plain_cell
 from .._wire.connection_state import FlowWindow, Phase
 from .._wire.frames import (
     CALLS,
@@ -184,28 +184,20 @@ class Connection(Channel):
 
     def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
         """Send a call; return the future of its value, or of its failure."""
-        future, state = InlineFuture(self.loop), self.state
-        is_simple = due is None and not (state.queue or args[1]) and state.woken == 1
-        if is_simple and self._send_alone(future, target, args[0]):
-            return future
-        self._submit(self.encoder.call(self._calls, target, False, args, due), future, target)
+        future = InlineFuture(self.loop)
+        if not (due is None and not args[1] and self._call_simply(future, target, args[0])):
+            call = self.encoder.call(self._calls, target, False, args, due)
+            self._submit(call, future, target)
         return future
 
-    def _send_alone(self, receiver: InlineFuture, target: Target, args: tuple[Any, ...]) -> bool:
-        """Send a call of one small argument at once if nothing is before it; return whether it was.
+    def _call_simply(self, receiver: InlineFuture, target: Target, args: tuple[Any, ...]) -> bool:
+        """Send a call of one small argument; return whether it was, False for any other call.
 
-        The frame is the one that `_submit` would send, in some 6 µs more: it asks these questions
-        in functions of their own.
+        As `encoder.call` and `_submit`, which ask these questions in functions of their own: that
+        takes some 6 us more.
         """
-        # Is another call unanswered or unsent? As `may_send_alone`.
-        state, window = self.state, self.window
-        if state.is_paused or window or state.queue or state.cancels or state.credits:
-            return False
-        # Would the transport drop it? While it is queued, it is known to be unsent.
-        if not self.is_open or self.transport.is_closing():
-            return False
-        # Was its target encoded for an earlier call? Are there ancestors to send?
-        if len(args) != 1 or type(target) is not MethodTarget:
+        # Is it open, and was its target encoded for an earlier call? Are there ancestors to send?
+        if not self.is_open or len(args) != 1 or type(target) is not MethodTarget:
             return False
         known = self.encoder.methods.get(target.name)
         if known is None or known.rref() is not target.on or entered_scopes() or awaited:
@@ -220,9 +212,16 @@ class Connection(Channel):
         found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
         if found is None or (large and encoded in large):
             return False
-        (kind, cell), number = found, self._calls
-        column = cell if type(kind) is tuple else (cell,)
+        (kind, cell), number, state, window = found, self._calls, self.state, self.window
         head = known.heads.get(kind) or self.encoder.head_alone(known, kind)
+        # Is another call unanswered or unsent, as `may_send_alone`? Would the transport drop it?
+        # While it is queued, it is known to be unsent.
+        others = state.is_paused or window or state.queue or state.cancels or state.credits
+        if others or state.woken != 1 or self.transport.is_closing():
+            size = len(cell) if type(cell) is bytes else plain_bytes(cell)
+            call = EncodedCall(number, head, (cell,), None, size)
+            return not call.is_large and self._queue(call, receiver, target)
+        column = cell if type(kind) is tuple else (cell,)
         data = dump(((head.data, (number,), (column,)),))
         size = len(data)
         if size > INLINE_BYTES:
@@ -233,6 +232,16 @@ class Connection(Channel):
         self._lone_calls += 1
         self._lone_bytes += size
         self.write(header(size, CALLS) + data)  # as `frame`, of small data
+        return True
+
+    def _queue(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> bool:
+        """Send a call with others, or behind them."""
+        is_idle = not self.pending
+        self._register(call.number, receiver, target, call.head.target)
+        if self.state.submit(call, is_idle=is_idle):
+            self.flush()
+        else:
+            self.flush_soon()
         return True
 
     def _register(
