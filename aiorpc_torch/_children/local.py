@@ -155,9 +155,9 @@ async def local_world(
         heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
         watchdog: As for `worker`, in each process. With `max_restarts=` a child is started again.
         max_restarts: Number of times altogether that dead children are started again. A child
-            rejoins under its name and rank, without the objects that it held. Its callers get
-            `WorkerLost`, may `await me.wait_for(name)`, and create the objects again, which
-            `supervised` does.
+            rejoins under its name, and one of the first under its rank, without the objects that it
+            held. Its callers get `WorkerLost`, may `await me.wait_for(name)`, and create the
+            objects again, which `supervised` does.
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
         handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.

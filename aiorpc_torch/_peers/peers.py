@@ -484,7 +484,7 @@ class Peers:
         elif event is Event.FAILURE and before is not peer.state:
             peer.error = peer.failure = error
         elif event is Event.ABANDON:
-            peer.final, peer.error = error, peer.error or error
+            peer.final, peer.error = error, peer.failure or error
         elif event is Event.LEAVE_GROUP or (event is Event.LOSS and not has_reason):
             peer.error = error
         effects: list[Effect] = []
