@@ -62,7 +62,9 @@ EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
 FAILED_TIMEOUT = 2.0  # seconds for the end of a child that has told its failure
 
 
-def describe_exit(code: int | None, *, has_entered: bool = False) -> str:
+def describe_exit(
+    code: int | None, *, has_entered: bool = False, has_watchdog: bool = False
+) -> str:
     """Return the text for the exit code of a process; None: it has closed its pipe and runs.
 
     A process that has entered its world had imported the program: its code is the program's own.
@@ -75,7 +77,8 @@ def describe_exit(code: int | None, *, has_entered: bool = False) -> str:
             '`if __name__ == "__main__":`'
         )
     if code >= 0:
-        return f"its process ended with exit code {code}"
+        why = ", as its watchdog ends it" if code == 1 and has_watchdog and has_entered else ""
+        return f"its process ended with exit code {code}{why}"
     try:
         return f"its process was killed by {signal.Signals(-code).name}"
     except ValueError:  # of a real-time signal
@@ -95,6 +98,7 @@ class ChildProcess:
         on_sigterm: Callable[["ChildProcess"], object] = lambda _: None,
     ) -> None:
         self.name = config.name
+        self._has_watchdog = config.watchdog is not None
         self.entered_at: float | None = None
         """When it has entered its world (`time.monotonic()`)."""
         self._has_left = False
@@ -215,7 +219,10 @@ class ChildProcess:
         return "" if code is None else self._reason_of(code)
 
     def _reason_of(self, code: int | None) -> str:
-        return self._reason or describe_exit(code, has_entered=self.entered_at is not None)
+        has_entered = self.entered_at is not None
+        return self._reason or describe_exit(
+            code, has_entered=has_entered, has_watchdog=self._has_watchdog
+        )
 
     def _exit_code(self) -> int | None:
         with contextlib.suppress(ValueError):  # it is closed

@@ -480,7 +480,8 @@ async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwar
 
     Args:
         to: worker by name, rank or WorkerInfo; or a list or tuple of workers.
-        factory: class or function that makes the object. Let it register the object's name.
+        factory: class or function, also `async def`, that makes the object. Let it register the
+            object's name.
         args: its arguments, and `kwargs`: kept, and sent again with what they hold then.
 
     Raises:

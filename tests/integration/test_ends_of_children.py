@@ -57,7 +57,7 @@ async def test_a_child_with_a_watchdog(
         assert await call("a", time.sleep, 1.5) is None
         hanging = await hang("a", how, tmp_path / "begun")
         assert hanging is not None
-        with pytest.raises(WorkerLost, match="its process ended with exit code 1"):
+        with pytest.raises(WorkerLost, match="exit code 1, as its watchdog ends it"):
             await hanging
         await me.wait_for("a")
         assert await call("a", abs, -1) == 1
