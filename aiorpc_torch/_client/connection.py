@@ -194,7 +194,7 @@ class Connection(Channel):
         """Send a call of one small argument; return whether it was, False for any other call.
 
         As `encoder.call` and `_submit`, which ask these questions in functions of their own: that
-        takes some 6 us more.
+        takes some 6 µs more.
         """
         # Is it open, and was its target encoded for an earlier call? Are there ancestors to send?
         if not self.is_open or len(args) != 1 or type(target) is not MethodTarget:
@@ -336,19 +336,16 @@ class Connection(Channel):
         large_results = self.transfers.large_results
         if call.recorded is not None or (large_results and call.head.target in large_results):
             call.by_torch = call.is_large = True
-        is_idle = not self.pending
-        self._register(call.number, receiver, target, call.head.target)
         if self.phase is Phase.OPENING:
             self._limit_opening(call.number)
         state = self.state
         is_lone = not (state.queue or call.is_large) and state.may_send_alone()
         if is_lone and self.is_open and not self.transport.is_closing():
+            self._register(call.number, receiver, target, call.head.target)
             self.window.sent(call.number, call.size)
             self._sender.send((call,))
-        elif state.submit(call, is_idle=is_idle):
-            self.flush()
         else:
-            self.flush_soon()
+            self._queue(call, receiver, target)
 
     def _carry(self, call: EncodedCall, target: Target, *, is_stream: bool) -> None:
         """Let the context variables travel with a call, and tell the interceptors of it."""

@@ -93,7 +93,10 @@ class Shutdown:
         await asyncio.shield(self._leaving)
 
     def _has_left(self) -> bool:
-        return self._leaving is not None and self._leaving.done() and not self._leaving.cancelled()
+        leaving = self._leaving
+        if leaving is None or not leaving.done() or leaving.cancelled():
+            return False
+        return leaving.exception() is None
 
     async def _leave_alone(self) -> None:
         self.node.leaves_alone = True
