@@ -303,6 +303,7 @@ def child_main(
 ) -> NoReturn:
     """Run in the child from its start to its end."""
     use_outputs(outputs)
+    _show_each_line()
     mark_this_process()
     _show_name(config.name)
     close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
@@ -327,6 +328,12 @@ def child_main(
         kill_descendants(os.getpid())
         code = 0 if is_told else 1
     end_process(code)
+
+
+def _show_each_line() -> None:
+    """Show each printed line at its end: Python would keep those for a pipe, as a notebook's is."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # None, closed, or another one
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _show_name(name: str) -> None:

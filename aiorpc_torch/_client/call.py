@@ -115,7 +115,9 @@ class LazyCall(Coroutine[Any, Any, R]):
 
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_use
         __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = _refuse_use
-        __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __len__ = __float__ = _refuse_use
+        __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __len__ = __float__ = __int__ = (
+            _refuse_use
+        )
 
         @classmethod
         def __torch_function__(cls, function: Any, _: Any, *arguments: Any) -> NoReturn:
@@ -127,6 +129,11 @@ class LazyCall(Coroutine[Any, Any, R]):
                 f"<{self.__name__}> cannot be iterated with `for`: write `async for` for a "
                 "generator's items, or `await` it for a list"
             )
+
+        def __init_subclass__(cls) -> None:
+            # Python's error of any other attribute: `'RemoteCall (await it first)' object has no
+            # attribute 'upper'`.
+            cls.__name__ += " (await it first)"
 
         # Not `__getattr__`: a class that has it looks up all attributes slowly, which is 3 % of the
         # instructions of a call.

@@ -31,7 +31,8 @@ def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any
     """Run a function on the worker's event loop; return the plain torch client's future."""
     endpoint = entry_points.serving()
     if endpoint is None:
-        raise entry_points.not_in_world(entry_points.NOT_SERVING)
+        text = f"this worker is not in attach() yet, or has left it ({entry_points.NOT_SERVING})"
+        raise entry_points.not_in_world(text)
     return endpoint.accept_torch(function, *args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from .._aio.deadlines import set_deadline
 from .._aio.tasks import warn_if_blocking
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
+from .._handles.mistakes import await_hint
 from .._text import printable
 from .._torch.compat import make_rref
 from .._torch.cuda import StreamFence
@@ -318,6 +319,8 @@ def _explained(exc: BaseException, result: Any, name: str) -> BaseException:
     """Return the error of a result that cannot be pickled, or of an `await` of what is iterated."""
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
         return TypeError(f"{name} is {GENERATOR_HINT}")
+    if hint := await_hint(result):
+        return TypeError(f"{name} returned a {type(result).__qualname__}{hint} there")
     if hasattr(type(result), "__aenter__"):
         return TypeError(f"{name} is a context manager; use `async with`, not `await`")
     try_add_note(exc, f"(while pickling the result of {name})")

@@ -150,6 +150,34 @@ def test_a_program_without_a_file_and_without_cloudpickle() -> None:
     )
 
 
+PRINTS = """
+import asyncio, os
+import aiorpc_torch as aiorpc
+
+async def die():
+    print("last", "words")
+    os._exit(3)
+
+async def main():
+    async with aiorpc.local_world(["far"]) as me:
+        await aiorpc.call("far", print, "a", "line")
+        try:
+            await aiorpc.call("far", die)
+        except aiorpc.WorkerLost:
+            await me.restart("far")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_prints_of_a_child_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is written at its end, also to a pipe."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    done = run("-c", PRINTS)
+    assert (done.returncode, done.stdout) == (0, "a line\nlast words\n"), done.stderr
+
+
 OPEN = """
 import asyncio, sys
 import aiorpc_torch as aiorpc

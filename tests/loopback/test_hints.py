@@ -472,6 +472,47 @@ async def test_timeouts_of_torch_that_are_none(seconds: float) -> None:
         await fetch(rref, timeout=seconds)
 
 
+class Forgetful(Model):
+    @batched(max_size=2)
+    async def same(self, items: list[int]) -> list[int]:
+        return items
+
+    async def forgets(self, other: Any) -> Any:
+        return remote(other).double(1)
+
+    async def forgets_its_own(self) -> Any:
+        return self.rest()
+
+    async def rest(self) -> None:
+        pass
+
+    async def forgets_a_batch(self) -> Any:
+        return self.same(1)
+
+
+@pytest.mark.filterwarnings("ignore:.* was never awaited:RuntimeWarning")
+async def test_a_method_that_returns_what_it_has_not_awaited() -> None:
+    rref = RRef(Forgetful())
+    handle: Any = remote(rref)
+    for made, got in (
+        (handle.forgets(rref), "RemoteCall, which was not awaited: write `await` it there"),
+        (handle.forgets_its_own(), r"coroutine, which .*: write `await rest\(...\)` there"),
+        (handle.forgets_a_batch(), "QueuedFuture, which was not awaited"),
+    ):
+        with pytest.raises(TypeError, match=f"forgets.* returned a {got}"):
+            await made
+
+
+@pytest.mark.filterwarnings("ignore:.* was never awaited:RuntimeWarning")
+def test_any_attribute_of_a_call() -> None:
+    """Also one that no list of names has; and a number made of it."""
+    handle: Any = remote(RRef(Model()))
+    with pytest.raises(AttributeError, match=r"'RemoteCall \(await it first\)' .* 'upper'"):
+        _ = handle.double(1).upper
+    with pytest.raises(TypeError, match="used in place of its result: `await` it first"):
+        int(handle.double(1))
+
+
 def test_a_block_without_time() -> None:
     """A time left of 0.0 was computed."""
     with pytest.warns(RuntimeWarning, match="timeout=0 is over at once") as warned:
