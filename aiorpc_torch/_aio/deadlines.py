@@ -74,7 +74,7 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = checked_timeout(seconds)
-        if isinstance(seconds, int):  # a time left that is 0.0 was computed
+        if not isinstance(seconds, float):  # a time left that is 0.0 was computed
             _warn_of_zero(seconds, 3)
         self._token: contextvars.Token[float | None] | None = None
         self._due: _BlockDeadline | None = None  # while the block lasts, in a task
