@@ -27,7 +27,7 @@ from typing import Any
 
 from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
-from .sent_code import reduce_code
+from .sent_code import Sources, reduce_code
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -134,6 +134,7 @@ def _pickler_class(cloudpickle: Any) -> Any:
             super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
             self._reduce = reduce
             self._functions: list[FunctionType] = []
+            self._sources: Sources = {}
 
         def unsendable_globals(self) -> Iterator[str]:
             """Yield for each global of a function that cannot be pickled which one it is."""
@@ -152,7 +153,7 @@ def _pickler_class(cloudpickle: Any) -> Any:
                 return _with_identity(obj, own(obj))
             if isinstance(obj, CodeType):
                 _, args = self.dispatch_table[CodeType](obj)
-                return reduce_code(obj, args)
+                return reduce_code(obj, args, self._sources)
             if not isinstance(obj, NAMED):
                 return self._reduce(obj)
             if not is_by_value(obj) and _resolves(obj):

@@ -91,6 +91,19 @@ def test_the_place_of_a_function_travels(me: Any, monkeypatch: pytest.MonkeyPatc
     assert told in str(caught.value.__cause__)
 
 
+def test_only_a_newline_ends_a_line_of_code(me: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form feed, or a separator of Unicode in a text, ends none."""
+    source, file = "x = 'a\x0cb\u2028c'\n\ndef outer():\n    return lambda: {}['key']\n", "<cell 8>"
+    lines = [f"{line}\n" for line in source.split("\n")]
+    monkeypatch.setitem(linecache.cache, file, (len(source), None, lines, file))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, file, "exec"), names)
+    with pytest.raises(KeyError) as caught:
+        me.run(call("a", names["outer"]()))
+    told = """File "<cell 8>", line 4, in <lambda>\n    return lambda: {}['key']"""
+    assert told in str(caught.value.__cause__)
+
+
 def test_a_class_that_is_sent_twice_is_one_elsewhere(me: Any) -> None:
     """The second pickle of a class does not set it anew."""
 

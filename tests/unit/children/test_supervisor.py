@@ -148,6 +148,24 @@ async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
     await supervisor._close(0.0)
 
 
+async def test_a_death_before_the_world_is_complete_names_no_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """There is no world whose `restart` could start it again."""
+    process = Process()
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    await supervisor._start(config)
+    process.kill()
+    await asyncio.wait((supervisor._children[0].ended,))
+    await asyncio.sleep(0)
+    [text] = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert text.startswith("worker 'b' is lost: ")
+    assert text.endswith("; it is not restarted")
+    await supervisor._close(0.0)
+
+
 async def test_a_child_that_dies_leaves_no_descriptor() -> None:
     """Nor does the supervisor know it any longer, though it is not restarted."""
     process = Process()
