@@ -11,6 +11,7 @@ sender's own object.
 
 import contextlib
 import dis
+import enum
 import functools
 import importlib
 import itertools
@@ -162,7 +163,10 @@ def _pickler_class(cloudpickle: Any) -> Any:
                 _warn_of_old_copies(obj)
             else:
                 self._functions.append(obj)
-            return _with_identity(obj, super().reducer_override(obj))
+            reduced = super().reducer_override(obj)
+            if isinstance(obj, type):
+                _add_qualname(obj, reduced)
+            return _with_identity(obj, reduced)
 
     return ByValuePickler
 
@@ -191,6 +195,14 @@ def find(path: str, module: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def _add_qualname(cls: type, reduced: Any) -> None:
+    """Let a class keep its `__qualname__`: without `<locals>` its copy would be sent by name."""
+    # cloudpickle sends it of an enum, and makes any other class with this namespace.
+    args: tuple[Any, ...] = reduced[1] if isinstance(reduced, tuple) else ()
+    if len(args) > 3 and isinstance(args[3], dict) and not issubclass(cls, enum.Enum):
+        args[3].setdefault("__qualname__", cls.__qualname__)
 
 
 def _with_identity(obj: Any, reduced: Any) -> Any:

@@ -1,10 +1,12 @@
 """Functions and classes that travel by value, to another process."""
 
+import dataclasses
+import enum
 import linecache
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from aiorpc_torch import call
 from aiorpc_torch.testing import world
 
 pytest.importorskip("cloudpickle")
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,25 @@ def test_a_class_that_is_sent_twice_is_one_elsewhere(me: Any) -> None:
     me.run(call("a", keep, Derived))
     assert me.run(call("a", is_kept, Derived()))
     assert me.run(call("a", isinstance, Derived(), Base))
+
+
+def test_values_of_a_local_class_come_back(me: Any) -> None:
+    """Of the sender's own class; its copy elsewhere has no name either that could be looked up."""
+
+    class Plain:
+        pass
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    @dataclasses.dataclass
+    class Point(Generic[T]):
+        x: T
+
+    assert type(me.run(call("a", same, Plain()))) is Plain
+    assert me.run(call("a", same, Colour.RED)) is Colour.RED
+    assert me.run(call("a", same, Point(1))) == Point(1)
+    assert me.run(call("a", lambda: Point.__qualname__)) == Point.__qualname__
 
 
 def test_a_function_of_a_call_is_pickled_as_it_is_now(me: Any) -> None:
