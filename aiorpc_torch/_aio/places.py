@@ -10,10 +10,10 @@ import dis
 import gc
 import inspect
 import sys
-from asyncio import locks, taskgroups, tasks
+from asyncio import futures, locks, taskgroups, tasks
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 from .loop_lag import is_of_user, outwards
@@ -118,9 +118,12 @@ WORK_OF_EXECUTOR = "_WorkItem.run"
 
 def work_of_executor(future: Any) -> Any:
     """Return the future of `concurrent.futures` whose end ends this one, None if there is none."""
-    # `asyncio.wrap_future` lets a cancellation of the one cancel the other (3.11 to 3.14).
-    for callback, _ in getattr(future, "_callbacks", None) or ():
-        for cell in getattr(callback, "__closure__", None) or ():
+    # `asyncio.wrap_future` lets a cancellation of the one cancel the other (3.11 to 3.14). Other
+    # callbacks are the program's: their cells may be empty.
+    for callback, *_ in getattr(future, "_callbacks", None) or ():
+        if type(callback) is not FunctionType or callback.__code__.co_filename != futures.__file__:
+            continue
+        for cell in callback.__closure__ or ():
             if isinstance(cell.cell_contents, concurrent.futures.Future):
                 return cell.cell_contents
     return None

@@ -370,8 +370,9 @@ class Supervisor:
             self._report(config.name, failure)
 
     def _not_restarted(self, name: str) -> str:
-        remedy = "" if self.main else f": `await me.restart({name!r})` starts it again"
-        return f"it is not restarted{remedy}"
+        if self.main or self._membership is None or self._command or self._is_stopping:
+            return "it is not restarted"
+        return f"it is not restarted: `await me.restart({name!r})` starts it again"
 
     def _pause(self, child: ChildProcess) -> float | None:
         """Return the seconds before a child is restarted, None if it is not."""

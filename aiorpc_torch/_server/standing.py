@@ -225,6 +225,7 @@ class View:
             found.state = "starts, or ends"
             return
         found.lines, found.inside = lines_of(chains[0].frames)
+        own = found.lines
         found.futures = [each.future for each in chains]
         for chain in chains:
             if (lock := awaited_lock(chain)) is not None:
@@ -238,9 +239,8 @@ class View:
             elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
                 found.holders += self._batches_before(queued)
             elif (frame := self._thread_of(chain)) is not None:
-                lines = found.lines if chain is chains[0] else []
                 self._describe_thread(found, frame, whose)
-                found.lines = [*lines, *found.lines]
+                found.lines = [*own, *found.lines]
             elif len(chains) == 1 and _is_unknown(chain):
                 found.awaits = False
 

@@ -11,6 +11,7 @@ sender's own object.
 
 import contextlib
 import dis
+import enum
 import functools
 import importlib
 import itertools
@@ -27,7 +28,7 @@ from typing import Any
 
 from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
-from .sent_code import reduce_code
+from .sent_code import Sources, reduce_code
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -134,6 +135,7 @@ def _pickler_class(cloudpickle: Any) -> Any:
             super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
             self._reduce = reduce
             self._functions: list[FunctionType] = []
+            self._sources: Sources = {}
 
         def unsendable_globals(self) -> Iterator[str]:
             """Yield for each global of a function that cannot be pickled which one it is."""
@@ -152,7 +154,7 @@ def _pickler_class(cloudpickle: Any) -> Any:
                 return _with_identity(obj, own(obj))
             if isinstance(obj, CodeType):
                 _, args = self.dispatch_table[CodeType](obj)
-                return reduce_code(obj, args)
+                return reduce_code(obj, args, self._sources)
             if not isinstance(obj, NAMED):
                 return self._reduce(obj)
             if not is_by_value(obj) and _resolves(obj):
@@ -161,7 +163,10 @@ def _pickler_class(cloudpickle: Any) -> Any:
                 _warn_of_old_copies(obj)
             else:
                 self._functions.append(obj)
-            return _with_identity(obj, super().reducer_override(obj))
+            reduced = super().reducer_override(obj)
+            if isinstance(obj, type):
+                _add_qualname(obj, reduced)
+            return _with_identity(obj, reduced)
 
     return ByValuePickler
 
@@ -190,6 +195,14 @@ def find(path: str, module: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def _add_qualname(cls: type, reduced: Any) -> None:
+    """Let a class keep its `__qualname__`: without `<locals>` its copy would be sent by name."""
+    # cloudpickle sends it of an enum, and makes any other class with this namespace.
+    args: tuple[Any, ...] = reduced[1] if isinstance(reduced, tuple) else ()
+    if len(args) > 3 and isinstance(args[3], dict) and not issubclass(cls, enum.Enum):
+        args[3].setdefault("__qualname__", cls.__qualname__)
 
 
 def _with_identity(obj: Any, reduced: Any) -> Any:

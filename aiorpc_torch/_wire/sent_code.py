@@ -5,6 +5,8 @@ show.
 """
 
 import contextlib
+import functools
+import io
 import linecache
 import os
 import sys
@@ -15,15 +17,22 @@ MAX_SOURCE = 256 * 1024
 """Maximum characters of a text of which code is sent with its lines."""
 
 
-def reduce_code(code: CodeType, args: tuple[Any, ...]) -> Any:
+Sources = dict[str, tuple[str, str]]
+"""For each file of code in one pickle: its name as it is read, and its text, "" for none."""
+
+
+def reduce_code(code: CodeType, args: tuple[Any, ...], sources: Sources) -> Any:
     """Return the reduction of code object `code`, given cloudpickle's arguments of `CodeType`."""
     file = code.co_filename
-    source = ""
-    if not os.path.exists(file):  # the peer cannot read it either
-        source = "".join(linecache.getlines(file))
-        if len(source) > MAX_SOURCE:
-            source = ""
-    return restore_code, (args, _shown(file), sys.intern(source))  # once in each pickle
+    if (known := sources.get(file)) is None:  # a cell may have many functions
+        known = sources[file] = _shown(file), _source(file)
+    return restore_code, (args, *known)
+
+
+def _source(file: str) -> str:
+    """Return the text of a file that the peer cannot read, "" for others and for a long one."""
+    source = "" if os.path.exists(file) else "".join(linecache.getlines(file))
+    return source if len(source) <= MAX_SOURCE else ""
 
 
 def _shown(file: str) -> str:
@@ -38,5 +47,10 @@ def _shown(file: str) -> str:
 def restore_code(args: tuple[Any, ...], file: str, source: str) -> CodeType:
     """Return the code, whose lines are known from now on."""
     if source:
-        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        linecache.cache[file] = len(source), None, _lines(source), file
     return CodeType(*args).replace(co_filename=file)
+
+
+@functools.lru_cache(maxsize=4)  # every function of a cell has its text
+def _lines(source: str) -> list[str]:
+    return [*io.StringIO(source)]  # str.splitlines() ends a line at a form feed, too

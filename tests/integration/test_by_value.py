@@ -1,10 +1,12 @@
 """Functions and classes that travel by value, to another process."""
 
+import dataclasses
+import enum
 import linecache
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from aiorpc_torch import call
 from aiorpc_torch.testing import world
 
 pytest.importorskip("cloudpickle")
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,19 @@ def test_the_place_of_a_function_travels(me: Any, monkeypatch: pytest.MonkeyPatc
     assert told in str(caught.value.__cause__)
 
 
+def test_only_a_newline_ends_a_line_of_code(me: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form feed, or a separator of Unicode in a text, ends none."""
+    source, file = "x = 'a\x0cb\u2028c'\n\ndef outer():\n    return lambda: {}['key']\n", "<cell 8>"
+    lines = [f"{line}\n" for line in source.split("\n")]
+    monkeypatch.setitem(linecache.cache, file, (len(source), None, lines, file))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, file, "exec"), names)
+    with pytest.raises(KeyError) as caught:
+        me.run(call("a", names["outer"]()))
+    told = """File "<cell 8>", line 4, in <lambda>\n    return lambda: {}['key']"""
+    assert told in str(caught.value.__cause__)
+
+
 def test_a_class_that_is_sent_twice_is_one_elsewhere(me: Any) -> None:
     """The second pickle of a class does not set it anew."""
 
@@ -103,6 +120,25 @@ def test_a_class_that_is_sent_twice_is_one_elsewhere(me: Any) -> None:
     me.run(call("a", keep, Derived))
     assert me.run(call("a", is_kept, Derived()))
     assert me.run(call("a", isinstance, Derived(), Base))
+
+
+def test_values_of_a_local_class_come_back(me: Any) -> None:
+    """Of the sender's own class; its copy elsewhere has no name either that could be looked up."""
+
+    class Plain:
+        pass
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    @dataclasses.dataclass
+    class Point(Generic[T]):
+        x: T
+
+    assert type(me.run(call("a", same, Plain()))) is Plain
+    assert me.run(call("a", same, Colour.RED)) is Colour.RED
+    assert me.run(call("a", same, Point(1))) == Point(1)
+    assert me.run(call("a", lambda: Point.__qualname__)) == Point.__qualname__
 
 
 def test_a_function_of_a_call_is_pickled_as_it_is_now(me: Any) -> None:

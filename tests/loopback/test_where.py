@@ -41,6 +41,17 @@ class Service:
     def inner(self) -> None:
         self.gate.passed_in_thread()
 
+    async def awaits_two_threads(self) -> None:
+        await asyncio.gather(asyncio.to_thread(self.inner), asyncio.to_thread(self.inner))
+
+    async def awaits_a_future(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: later)
+        self.task = asyncio.create_task(self.wait())
+        self.task.add_done_callback(future.set_result)
+        await future
+        later = None  # its cell is empty before
+
     @batched(max_size=1)
     async def batch(self, items: list[int]) -> list[int]:
         await self.gate.passed()
@@ -224,6 +235,21 @@ async def test_a_thread_of_an_executor(calls: Calls) -> None:
     found = await until_stands(*lines)
     text = f"runs in a thread at {lines[0]} -> {lines[1]}, in Event.wait()"
     assert without_ages(found) == [f"Service.awaits_a_thread on worker 'main': {text}"]
+
+
+async def test_a_coroutine_that_gathers_threads_has_its_line(calls: Calls) -> None:
+    """Before those of one of the threads."""
+    _, rref = calls.service()
+    calls.make(remote(rref).awaits_two_threads())
+    lines = line_of(Service.awaits_two_threads, "gather"), line_of(Service.inner, "passed")
+    await until_stands(f"runs in a thread at {lines[0]} -> {lines[1]}, in Event.wait()")
+
+
+async def test_a_future_whose_callback_has_a_variable_without_a_value(calls: Calls) -> None:
+    """Callbacks of the program are not looked into."""
+    _, rref = calls.service()
+    calls.make(remote(rref).awaits_a_future())
+    await until_stands(f"waits at {line_of(Service.awaits_a_future, 'await future')}")
 
 
 @pytest.mark.promise("standing.queues")

@@ -77,7 +77,7 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
         asyncio.get_running_loop().call_soon(process.fail)
         return WorkerLost("b", "its block raised ValueError: odd")
 
-    config: Any = SimpleNamespace(name="b")
+    config: Any = SimpleNamespace(name="b", watchdog=None)
     membership: Any = SimpleNamespace(
         failure_of=failure_of, abandon=lambda *_: None, is_lost=lambda _: False
     )
@@ -95,7 +95,7 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
 async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: bool) -> None:
     """Also with "continue": without it the world would wait for all of its `start_timeout`."""
     process = Process()
-    config: Any = SimpleNamespace(name="b")
+    config: Any = SimpleNamespace(name="b", watchdog=None)
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     await supervisor._start(config)
@@ -129,7 +129,7 @@ async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
     """Its world is complete, so it is restarted."""
     processes = [Process(), Process()]
     made = iter(processes)
-    config: Any = SimpleNamespace(name="b")
+    config: Any = SimpleNamespace(name="b", watchdog=None)
     supervisor = Supervisor([config], None, (), 1, ProcessOptions())
     supervisor._make_process = lambda *of: next(made).made(*of)
     await supervisor._start(config)
@@ -148,10 +148,28 @@ async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
     await supervisor._close(0.0)
 
 
+async def test_a_death_before_the_world_is_complete_names_no_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """There is no world whose `restart` could start it again."""
+    process = Process()
+    config: Any = SimpleNamespace(name="b", watchdog=None)
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    await supervisor._start(config)
+    process.kill()
+    await asyncio.wait((supervisor._children[0].ended,))
+    await asyncio.sleep(0)
+    [text] = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert text.startswith("worker 'b' is lost: ")
+    assert text.endswith("; it is not restarted")
+    await supervisor._close(0.0)
+
+
 async def test_a_child_that_dies_leaves_no_descriptor() -> None:
     """Nor does the supervisor know it any longer, though it is not restarted."""
     process = Process()
-    config: Any = SimpleNamespace(name="b")
+    config: Any = SimpleNamespace(name="b", watchdog=None)
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     await supervisor._start(config)
@@ -195,7 +213,7 @@ async def test_a_former_process_that_ends_late() -> None:
     """It was frozen; another one has its name, and is not lost with it."""
     processes = [Process(), Process()]
     made = iter(processes)
-    config: Any = SimpleNamespace(name="b")
+    config: Any = SimpleNamespace(name="b", watchdog=None)
     supervisor = Supervisor([config, config], None, (), 0, ProcessOptions())
     supervisor._make_process = lambda *of: next(made).made(*of)
     for _ in processes:
