@@ -192,7 +192,8 @@ async def test_a_child_that_is_killed_as_it_joins(
     """The loop reads no more from its descriptor, which may be that of another file."""
     monkeypatch.setattr(supervisor_module, "JOIN_GRACE", 0.0)
     process = Process()
-    config: Any = SimpleNamespace(name="b", start_timeout=SOON if why == "cancelled" else 0.0)
+    seconds = SOON if why == "cancelled" else 0.0
+    config: Any = SimpleNamespace(name="b", start_timeout=seconds, watchdog=None)
     supervisor = Supervisor([], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     starting = asyncio.create_task(supervisor.add(config, asyncio.sleep(SOON)))
@@ -239,7 +240,7 @@ async def test_a_former_process_that_ends_late() -> None:
 async def test_two_children_of_one_name() -> None:
     """The second one is refused: when the first one joins, it would be taken for joined too."""
     process, joined = Process(), asyncio.Event()
-    config: Any = SimpleNamespace(name="b", start_timeout=SOON)
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON, watchdog=None)
     supervisor = Supervisor([], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     starting = asyncio.create_task(supervisor.add(config, joined.wait()))
