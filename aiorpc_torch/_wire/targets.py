@@ -177,8 +177,8 @@ def public_method(obj: Any, name: str) -> Callable[..., Any]:
         if came_by_value(type(obj)):
             try_add_note(
                 exc,
-                "(an object keeps the class with which it was made, and a worker the class as it was "
-                "sent: run the cell of the class again, and `create` the object again)",
+                "(an object keeps the class with which it was made, and a worker the class as it "
+                "was sent: run the cell of the class again, and `create` the object again)",
             )
         raise
     if not callable(method):
