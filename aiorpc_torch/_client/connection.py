@@ -338,8 +338,7 @@ class Connection(Channel):
             call.by_torch = call.is_large = True
         if self.phase is Phase.OPENING:
             self._limit_opening(call.number)
-        state = self.state
-        is_lone = not (state.queue or call.is_large) and state.may_send_alone()
+        is_lone = not call.is_large and self.state.may_send_alone()
         if is_lone and self.is_open and not self.transport.is_closing():
             self._register(call.number, receiver, target, call.head.target)
             self.window.sent(call.number, call.size)

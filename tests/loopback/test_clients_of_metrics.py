@@ -14,11 +14,10 @@ import pytest
 from aiorpc_torch import Tls
 from aiorpc_torch.observe import MetricsServer, serve_metrics
 from tests.support.certificates import Authority
+from tests.support.http_clients import GET, SOON, dial, received
 
-SOON = 30.0
 MAX_HEAD = 1 << 13  # bytes of a request
 MAX_CONNECTIONS = 64  # at once
-GET = b"GET /metrics?a=b HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n"
 
 
 @contextlib.contextmanager
@@ -27,19 +26,6 @@ def served(tls: Tls | None = None) -> Iterator[MetricsServer]:
     with serve_metrics(tls=tls) as server:
         yield server
     assert not {*threading.enumerate()} - before
-
-
-def dial(number: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", number), SOON)
-
-
-def received(client: socket.socket) -> bytes:
-    """Return all that comes until the other end closes."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while data := client.recv(1 << 20):
-            found += data
-    return found
 
 
 def test_a_request_in_pieces_and_a_half_closed_connection() -> None:

@@ -16,9 +16,7 @@ from aiorpc_torch._port import http_port as module
 from aiorpc_torch._port.http_port import HttpPort, listen
 from aiorpc_torch._port.tls import Tls
 from tests.support.certificates import Authority
-
-SOON = 30.0
-GET = b"GET /metrics?a=b HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n"
+from tests.support.http_clients import GET, SOON, dial, received
 
 
 def echo(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
@@ -37,19 +35,6 @@ def served(app: module.App = echo, tls: Tls | None = None) -> Iterator[tuple[Htt
     finally:
         port.close()
         assert "aiorpc-test" not in {each.name for each in threading.enumerate()}
-
-
-def dial(number: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", number), SOON)
-
-
-def received(client: socket.socket) -> bytes:
-    """Return all that comes until the other end closes."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while data := client.recv(1 << 20):
-            found += data
-    return found
 
 
 def test_a_request() -> None:

@@ -5,31 +5,13 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-
-NAMES = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-TASK = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NODELIST": "node[03-05]",
-}
-
-
-POD = {"JOB_COMPLETION_INDEX": "2"}
+from tests.support.launchers import POD, TASK, forget_launcher, set_all
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests themselves may be a task or a pod."""
-    for name in (*NAMES, *TASK, *POD, "SLURM_STEP_NUM_TASKS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def set_all(monkeypatch: pytest.MonkeyPatch, *environments: dict[str, str], **more: str) -> None:
-    for environment in (*environments, more):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+    forget_launcher(monkeypatch)
 
 
 async def enter(**options: Any) -> None:
