@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -217,6 +218,22 @@ async def test_the_timeout_of_a_handle_is_that_of_its_calls() -> None:
     with pytest.raises(aiorpc.GroupError):
         await call(remote(Group([rref]), timeout=BEGUN), Node.hang)
     assert await call(remote(remote(rref, timeout=0.02), timeout=None), Node.add, 1) == 1
+
+
+async def test_methods_are_made_once_for_a_handle() -> None:
+    """And as the handle is: those of another one have its timeout. They are not kept for ever."""
+    rref = RRef(Node(1))
+    handle, hasty = remote(rref), remote(rref, timeout=0.02)
+    assert handle.add is handle.add
+    assert await handle.add(1) == 2
+    assert await handle.add(1) == 3
+    for hang in (hasty.hang, hasty.hang):
+        with pytest.raises(aiorpc.CallTimeout):
+            await hang()
+    named = [getattr(handle, f"name{number}") for number in range(1_000)]
+    assert all(str(each) == f"<remote method name{at}>" for at, each in enumerate(named))
+    assert sys.getsizeof(handle._methods) < 10_000
+    assert await handle.add(1) == 4
 
 
 @pytest.mark.parametrize("retries", [-1, 1.5, "1", None, True])

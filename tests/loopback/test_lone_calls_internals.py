@@ -8,9 +8,12 @@ import torch
 
 from aiorpc_torch import RRef, remote
 from aiorpc_torch._channel import Channel
+from aiorpc_torch._client.pool import current
 from aiorpc_torch._server import session
 from aiorpc_torch._wire.frames import CALLS, HEADER, HEADER_BYTES, RESULTS
 from aiorpc_torch._wire.messages import decode_reply
+from aiorpc_torch._wire.plain import dump
+from tests.support.raw_connections import server
 from tests.support.received_calls import load_calls
 from tests.unit.wire.test_messages import same
 
@@ -52,3 +55,24 @@ async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.M
     monkeypatch.setattr(session, "dump", fail)
     async with asyncio.timeout(30.0):
         assert await echo.on_loop(2) == 2
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [[[1, 2]], [[]], [b"abc"], [], [[1], [2]], [[b"x", 1]]],
+    ids=["two cells", "no cell", "bytes", "no column", "two columns", "cells of two calls"],
+)
+async def test_a_lone_call_that_cannot_be_read(world: Any, columns: Any) -> None:
+    """Of a head that is known: it fails alone, as one among others, and later ones are served."""
+    echo = remote(RRef(Echo()))
+    assert [await echo.on_loop(1), await echo.on_loop(2)] == [1, 2]
+    connection = current().connection("main")
+    dispatcher = server().sessions[connection.key].dispatcher
+    (head,) = [data for data, each in dispatcher.heads.items() if each.is_simple]
+    served = dispatcher.served
+    assert dispatcher.on_calls(dump(((head, (1 << 20,), columns),))) == 1
+    assert dispatcher.served == served + 1
+    assert await echo.on_loop(3) == 3
+    async with asyncio.timeout(30.0):
+        while dispatcher.calls:  # noqa: ASYNC110 - until its answer has left
+            await asyncio.sleep(0.01)
