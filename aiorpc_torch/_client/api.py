@@ -201,7 +201,8 @@ def proxy(
     """
     if isinstance(rref, Group | NamedMembers | GroupProxy):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
-    found: Any = remote(rref, timeout=timeout, retries=retries)
+    bound = None if timeout is None else checked_call_timeout(timeout)
+    found: Any = _remote(rref, bound, retries, (), {})
     return found  # type: ignore[no-any-return]
 
 

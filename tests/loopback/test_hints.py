@@ -27,6 +27,7 @@ from aiorpc_torch import (
     local_world,
     members,
     paused,
+    proxy,
     register,
     remote,
     supervised,
@@ -519,6 +520,14 @@ def test_a_block_without_time() -> None:
         timeout(0)
     assert warned[0].filename == __file__
     timeout(0.0)
+
+
+@pytest.mark.parametrize("handle_of", [remote, proxy])
+def test_a_handle_without_time(handle_of: Callable[..., Any]) -> None:
+    """The warning points to the line that has made the handle."""
+    with pytest.warns(RuntimeWarning, match="timeout=0 is over at once") as warned:
+        handle_of(RRef(Model()), timeout=0)
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize("keyword", ["timeout", "args", "kwargs"])
