@@ -304,7 +304,8 @@ class Batched:
 
             return LocalStream(join, self.__qualname__)
         if self._batch_function.is_generator:
-            raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}, on an event loop")
+            name = self.__qualname__
+            raise TypeError(f"{name}, called without an event loop, is {GENERATOR_HINT}")
 
         # A torch thread, for a plain torch client: that one needs a torch Future.
         def submit() -> Any:

@@ -18,7 +18,7 @@ from .plain import wire_text
 CALL = "__call__"
 """The method by which an object itself is called, the only one that begins with an underscore."""
 
-GENERATOR_HINT = "a generator; use `async for`, not `await`"
+GENERATOR_HINT = "a generator; use `async for`, not `await`; in synchronous code `me.iterate`"
 """Part of an error: the method of an awaited call is a generator."""
 
 ObjectRef = Union[RRefId, "RRefBase[Any]"]

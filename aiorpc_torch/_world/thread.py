@@ -80,7 +80,10 @@ class WorkerThread(Generic[W]):
             TypeError: if it is neither awaitable nor callable, or an awaitable with arguments.
         """
         if not callable(what) and (args or not inspect.isawaitable(what)):
-            raise TypeError(f"run() takes an awaitable, or a function and its arguments: {what!r}")
+            raise TypeError(
+                "run() takes an awaitable, or a function and its arguments, and iterate() a "
+                f"stream: {what!r}"
+            )
         if asyncio.isfuture(what) and what.get_loop() is not self._waits.loop:
             raise RuntimeError(
                 "run() got a future of another event loop: make the calls in an `async def "

@@ -121,6 +121,10 @@ def test_errors_and_mistakes(me: WorkerThread[LocalWorker], counter: RRef[Counte
     with pytest.raises(TypeError, match="takes an awaitable, or a function"):
         untyped.run(waiting, 1)
     me.run(waiting)
+    with pytest.raises(TypeError, match=r"and iterate\(\) a stream"):
+        untyped.run(local(1))
+    with pytest.raises(TypeError, match=r"a generator; .* in synchronous code `me.iterate`"):
+        untyped.run(remote(counter).items(1))
     with pytest.raises(TypeError, match="takes what `async for` takes"):
         untyped.iterate([1, 2])
     with pytest.raises(AttributeError, match="nothing"):
