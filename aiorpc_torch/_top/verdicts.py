@@ -49,7 +49,9 @@ def verdicts(history: History, rows: Sequence[Row]) -> list[Verdict]:
         if row.key and row.state in ("ok", "blocked"):
             track = history.tracks[row.key]
             found += [*_held(row, track), *_grows(row, track)]
-    found += [*_slow(history, rows), *_waits(rows)]
+    excused = _waiting_for({(each.world, each.worker) for each in found}, rows)
+    compared = *_slow(history, rows), *_waits(rows)
+    found += [each for each in compared if (each.world, each.worker) not in excused]
     return sorted(found, key=lambda each: KINDS.index(each.kind))
 
 
@@ -173,6 +175,16 @@ def _waits(rows: Iterable[Row]) -> Iterator[Verdict]:
         number = f"{calls} calls" if calls > 1 else "1 call"
         text = f"{names} {verb} for it: {number}, {method} for {seconds(age)}"
         yield Verdict("waits", world, worker, text, method)
+
+
+def _waiting_for(causes: set[tuple[str, str]], rows: Iterable[Row]) -> set[tuple[str, str]]:
+    """Return the other workers that wait for these ones, or for workers that do."""
+    long = ((row, each.worker) for row in rows for each in row.waits if each.age >= WAIT)
+    waits = [((row.world, row.name), (row.world, worker)) for row, worker in long]
+    found = {*causes}
+    while more := {waiting for waiting, awaited in waits if awaited in found} - found:
+        found |= more
+    return found - causes
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:

@@ -116,6 +116,28 @@ def test_who_waits_for_whom() -> None:
     assert found.text == "t0, t1, t2 and 2 more wait for it: 15 calls, update for 5.5s"
 
 
+def test_the_callers_of_a_blocked_worker_are_not_accused() -> None:
+    """Nor are theirs: of those that wait, the verdict is on the worker for which all wait."""
+    names = ("main", "a", "b", "ps")
+    loop = {"lag": 5.0, "blocked": 5.0, "function": "PS.pull"}
+    serving = {"method": "A.step", "worker": "main", "age": 5.0, "stream": False}
+    look = [
+        sample(0.0, data("ps", names, loop=loop)),
+        sample(0.0, data("main", names, waits=[wait("a", 5.0)])),
+        sample(0.0, data("a", names, waits=[wait("ps", 5.0)], serving=[serving])),
+        sample(0.0, data("b", names, serving=[serving | {"age": 1.5}])),
+    ]
+    found = [(each.kind, each.worker) for each in said(history(look))]
+    assert found == [("blocked", "ps"), ("waits", "ps")]
+    look[0] = sample(0.0, data("ps", names))
+    found = [(each.kind, each.worker) for each in said(history(look))]
+    assert found == [("slow", "a"), ("waits", "a"), ("waits", "ps")]
+
+
+def wait(worker: str, age: float) -> dict[str, Any]:
+    return {"worker": worker, "calls": 1, "method": "step", "age": age}
+
+
 def test_a_lost_worker_whose_process_is_there() -> None:
     """Two that have lost it say so; one that does not answer now may have it again."""
     names = ("main", "w", "x")
