@@ -299,7 +299,9 @@ def owner_name(owned: Any) -> str:
         if (found := _UNKNOWN_ID.search(str(exc))) is None:
             raise
         worker_id = int(found[1])
-        return past_name(_table.gone.get(worker_id, f"rank {worker_id}"), worker_id)
+        # A gone process of this world is in the table, and no RRef of it can arrive.
+        unknown = f"rank {worker_id} of an earlier world"
+        return past_name(_table.gone.get(worker_id, unknown), worker_id)
 
 
 def _owner_id(rref: "RRefBase[Any]") -> int | None:

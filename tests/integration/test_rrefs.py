@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch import NotInWorld, RRef, create, remote
+from aiorpc_torch import NotInWorld, RRef, WorkerLeft, create, remote
 from aiorpc_torch.testing import world
 from tests.support.actors import Counter, Holder, Slotted
 from tests.support.scripts import program, started
@@ -53,6 +53,15 @@ async def test_of_a_world_that_was_left() -> None:
         assert (await remote(holder).given()).local_value() is here.local_value()
     with pytest.raises(NotInWorld):
         await remote(there).add(2)
+
+
+async def test_of_a_larger_world_that_was_left() -> None:
+    """No worker of the later world has the owner's number."""
+    async with world(["a"]):
+        there = await create("a", Counter)
+    async with world([]):
+        with pytest.raises(WorkerLeft, match="of an earlier world"):
+            await remote(there).add(2)
 
 
 @pytest.mark.promise("worlds.rrefs")
