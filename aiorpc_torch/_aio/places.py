@@ -44,9 +44,12 @@ class Line(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A suspended task: its frames, outermost first, and the future that it waits for."""
+    """A suspended task: its frames, outermost first, and the future that it waits for.
 
-    task: "asyncio.Task[Any]"
+    Or an executor's future, without frames, that such a task waits for among others.
+    """
+
+    task: "asyncio.Future[Any]"
     awaited: Sequence[Any]
     """The coroutines and generators of the frames."""
     frames: Sequence[FrameType]
@@ -86,11 +89,14 @@ def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
 
 def chains_of(task: "asyncio.Task[Any]") -> list[Chain]:
     """Return how a task stands, and the tasks that it waits for. On their event loop."""
-    found: dict[asyncio.Task[Any], Chain] = {}
-    todo = [task]
+    found: dict[asyncio.Future[Any], Chain] = {}
+    todo: list[asyncio.Future[Any]] = [task]
     while todo and len(found) < MOST_TASKS:
         each = todo.pop(0)
         if each in found or each.done():
+            continue
+        if not isinstance(each, asyncio.Task):
+            found[each] = Chain(each, (), (), each)
             continue
         pairs = [*awaited_by(each.get_coro())]
         frames, future = [frame for _, frame in pairs], getattr(each, "_fut_waiter", None)
@@ -99,8 +105,11 @@ def chains_of(task: "asyncio.Task[Any]") -> list[Chain]:
     return [*found.values()]
 
 
-def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Task[Any]]":
-    """Return the tasks that a future stands for: one, those of `gather`, `wait` or a group."""
+def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Future[Any]]":
+    """Return what a future stands for: one task, those of `gather`, `wait`, `shield` or a group.
+
+    Among several also the futures of executors.
+    """
     found: Iterable[Any] = (future,)
     if (children := getattr(future, "_children", None)) is not None:  # of `gather`
         found = children
@@ -109,7 +118,9 @@ def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Ta
         found = names.get("fs") or (names.get("fut"),) if "wait" in code.co_name else found
     elif frames and code.co_filename == taskgroups.__file__:
         found = getattr(frames[-1].f_locals.get("self"), "_tasks", ())
-    return [each for each in found if isinstance(each, asyncio.Task)]
+    every = [one for each in found for one in (each, *_in_callbacks(each, tasks.__file__))]
+    of_executor = [each for each in every if each is not future and work_of_executor(each)]
+    return [each for each in every if isinstance(each, asyncio.Task)] + of_executor
 
 
 WORK_OF_EXECUTOR = "_WorkItem.run"
@@ -118,15 +129,17 @@ WORK_OF_EXECUTOR = "_WorkItem.run"
 
 def work_of_executor(future: Any) -> Any:
     """Return the future of `concurrent.futures` whose end ends this one, None if there is none."""
-    # `asyncio.wrap_future` lets a cancellation of the one cancel the other (3.11 to 3.14). Other
-    # callbacks are the program's: their cells may be empty.
+    # `asyncio.wrap_future` lets a cancellation of the one cancel the other (3.11 to 3.14).
+    found = _in_callbacks(future, futures.__file__)
+    return next((each for each in found if isinstance(each, concurrent.futures.Future)), None)
+
+
+def _in_callbacks(future: Any, file: str) -> Iterator[Any]:
+    """Yield what a file of asyncio refers to in its callbacks of a future: `shield` to its task."""
+    # Other callbacks are the program's: their cells may be empty.
     for callback, *_ in getattr(future, "_callbacks", None) or ():
-        if type(callback) is not FunctionType or callback.__code__.co_filename != futures.__file__:
-            continue
-        for cell in callback.__closure__ or ():
-            if isinstance(cell.cell_contents, concurrent.futures.Future):
-                return cell.cell_contents
-    return None
+        if type(callback) is FunctionType and callback.__code__.co_filename == file:
+            yield from (cell.cell_contents for cell in callback.__closure__ or ())
 
 
 def lines_of(frames: Sequence[FrameType]) -> tuple[list[Line], str]:

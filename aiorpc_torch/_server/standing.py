@@ -275,7 +275,7 @@ class View:
         return self.of_task(holder) if isinstance(holder, asyncio.Task) else self.of_call(holder)
 
     def _holders_of(self, lock: Any) -> "Iterator[ServerCall | asyncio.Task[Any]]":
-        seen: set[asyncio.Task[Any]] = set()
+        seen: set[asyncio.Future[Any]] = set()
         for call in self._calls[:MOST_SEARCHED]:
             chains = [] if call.task is None else self._chains_of(call.task)
             seen.update(each.task for each in chains)

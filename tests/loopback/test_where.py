@@ -44,6 +44,12 @@ class Service:
     async def awaits_two_threads(self) -> None:
         await asyncio.gather(asyncio.to_thread(self.inner), asyncio.to_thread(self.inner))
 
+    async def shields_a_thread(self) -> None:
+        await asyncio.shield(asyncio.to_thread(self.inner))
+
+    async def waits_for_an_executor(self) -> None:
+        await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, self.inner)})
+
     async def awaits_a_future(self) -> None:
         future = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: later)
@@ -227,14 +233,15 @@ async def test_a_plain_def(calls: Calls) -> None:
 
 
 @pytest.mark.promise("standing.where")
-async def test_a_thread_of_an_executor(calls: Calls) -> None:
+@pytest.mark.parametrize("method", ["awaits_a_thread", "shields_a_thread", "waits_for_an_executor"])
+async def test_a_thread_of_an_executor(calls: Calls, method: str) -> None:
     """The line of the coroutine, then those of the thread."""
     _, rref = calls.service()
-    calls.make(remote(rref).awaits_a_thread())
-    lines = line_of(Service.awaits_a_thread, "inner"), line_of(Service.inner, "passed")
+    calls.make(getattr(remote(rref), method)())
+    lines = line_of(getattr(Service, method), "inner"), line_of(Service.inner, "passed")
     found = await until_stands(*lines)
     text = f"runs in a thread at {lines[0]} -> {lines[1]}, in Event.wait()"
-    assert without_ages(found) == [f"Service.awaits_a_thread on worker 'main': {text}"]
+    assert without_ages(found) == [f"Service.{method} on worker 'main': {text}"]
 
 
 async def test_a_coroutine_that_gathers_threads_has_its_line(calls: Calls) -> None:
