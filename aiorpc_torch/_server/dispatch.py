@@ -155,7 +155,7 @@ class Dispatcher:
     def _start_simply(self, group: Group) -> bool:
         """Start a lone call of an `async def` with one argument; return whether it was started.
 
-        As `_start`, `calls_of` and `Executor.start`, in a third of their instructions. Any other
+        As `_start`, `calls_of` and `Executor.start`, in 12,000 instructions less. Any other
         call is for them, and what cannot be read.
         """
         data, (number,), columns, _, batches, carried = group
