@@ -160,13 +160,11 @@ class Dispatcher:
         """
         data, (number,), columns, _, batches, carried = group
         head, executor = self.heads.get(data), self._executor
-        # Was its method found for an earlier call, and is it still the same one? Is nothing else
-        # sent with it? May calls start, and does no earlier one hold it back?
+        # Was its method found for an earlier call? Is nothing else sent with it? May calls start,
+        # and does no earlier one hold it back?
         if head is None or not head.is_simple or batches or carried or len(columns) != 1:
             return False
         if executor.refusal or executor.holds or self.slots.queues or number in self.calls:
-            return False
-        if (function := head.method()) is None:
             return False
         # Is it recorded, or is an interceptor told of it?
         if timings.is_on or profiler_enabled():
@@ -175,6 +173,8 @@ class Dispatcher:
             return False
         (column,), kind, session = columns, head.wire.only_kind, self._session
         try:
+            if (function := head.method()) is None:  # of another object now, or replaced
+                return False
             if type(column) is bytes:
                 value: Any = from_bytes(kind, column, 1)[0]
             elif kind == PLAIN and len(column) == 1:
@@ -184,7 +184,7 @@ class Dispatcher:
             now = time.monotonic()
             row: Arguments = (value,), {}
             call = RpcCall(session, None, number, now, function, row, True, None, head.key)
-        except BaseException:  # the other way says what it is
+        except BaseException:  # user code's, or malformed: the other way answers the call with it
             return False
         self.calls[number] = call
         self.served += 1
@@ -421,7 +421,10 @@ class KnownHead:
         self.is_simple = False  # an `async def` that takes one small argument
 
     def method(self) -> MethodType | None:
-        """Return the method if object and function are those of the last call, else None."""
+        """Return the method if object and function are those of the last call, else None.
+
+        Raises what user code raises.
+        """
         if (owner := self._object()) is not None:
             function = getattr(owner, self._target.name, None)
             if type(function) is MethodType and function.__func__ is self._function:

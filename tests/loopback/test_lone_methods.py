@@ -98,6 +98,28 @@ async def test_methods_that_are_not_bound_to_the_object() -> None:
     assert await outcome(rref, "missing", 0) is AttributeError
 
 
+class Moody(Agent):
+    """An object whose attributes are code of the user, which may fail."""
+
+    refuses = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "act" and type(self).refuses:
+            raise LookupError("not now")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.usefixtures("world")
+async def test_an_object_that_refuses_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls that it took: the call alone fails, and later ones are served."""
+    moody = RRef(Moody())
+    assert await outcome(moody, "act", 1) == 2
+    monkeypatch.setattr(Moody, "refuses", True)
+    assert await outcome(moody, "act", 1) is LookupError
+    monkeypatch.undo()
+    assert await outcome(moody, "act", 1) == 2
+
+
 @pytest.mark.usefixtures("world")
 async def test_methods_of_one_name_of_two_objects() -> None:
     """The caller and the callee tell them apart."""
