@@ -101,11 +101,11 @@ def chains_of(task: "asyncio.Task[Any]") -> list[Chain]:
         pairs = [*awaited_by(each.get_coro())]
         frames, future = [frame for _, frame in pairs], getattr(each, "_fut_waiter", None)
         found[each] = Chain(each, [one for one, _ in pairs], frames, future)
-        todo += _awaited_tasks(frames, future)
+        todo += _awaited_futures(frames, future)
     return [*found.values()]
 
 
-def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Future[Any]]":
+def _awaited_futures(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Future[Any]]":
     """Return what a future stands for: one task, those of `gather`, `wait`, `shield` or a group.
 
     Among several also the futures of executors.

@@ -299,7 +299,7 @@ def owner_name(owned: Any) -> str:
         if (found := _UNKNOWN_ID.search(str(exc))) is None:
             raise
         worker_id = int(found[1])
-        # A gone process of this world is in the table, and no RRef of it can arrive.
+        # The table has every process of this world that is gone.
         unknown = f"rank {worker_id} of an earlier world"
         return past_name(_table.gone.get(worker_id, unknown), worker_id)
 

@@ -1,4 +1,4 @@
-"""Frames of lone calls, and a result that cannot be encoded."""
+"""Frames of lone calls: what is sent, what cannot be read, and what cannot be encoded."""
 
 import asyncio
 from typing import Any
