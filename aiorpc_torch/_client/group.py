@@ -1,11 +1,7 @@
 """Groups: one call to many objects, or to the least busy of them."""
 
 import contextlib
-from collections.abc import (
-    Callable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
@@ -18,7 +14,7 @@ from .._wire.messages import Arguments
 from .._wire.shared_arguments import EachValue
 from .._wire.targets import CreateTarget
 from .group_call import GroupCall
-from .group_map import Items, MapOptions, Mappable, MapResults
+from .group_map import Mappable
 from .group_schedule import LeastBusy
 from .routes import AnyMember, identity_of
 from .supervised import Supervised
@@ -142,18 +138,9 @@ class Group(Sequence[RRef[T]], Mappable[T]):
             QueueFull: from the call, if the queues of all members are full.
             WorkerLost: from the call, if no member is left.
         """
-        self._check_not_empty("any()")
-        return AnyMember(self, lambda: self)
-
-    def _map(
-        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
-    ) -> MapResults[Any]:
-        self._check_not_empty("map()")
-        return MapResults(self._members, method, iterables, options)
-
-    def _check_not_empty(self, what: str) -> None:
         if not self._members:
-            raise ValueError(f"{what} needs a member; the Group is empty")
+            raise ValueError("any() needs a member; the Group is empty")
+        return AnyMember(self, lambda: self)
 
 
 async def create_on(

@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Sequence,
@@ -58,12 +57,6 @@ Items = Iterable[V] | AsyncIterable[V]
 
 Source = Iterator[Any] | AsyncIterator[Any]
 
-Follow = Callable[[Callable[[Exception | None], None]], Callable[[], None]]
-"""Calls back on the running loop after each change of the members, and with an error at their end.
-
-Returns a function that ends it.
-"""
-
 
 @dataclass(frozen=True)
 class MapOptions:
@@ -87,13 +80,14 @@ class MapResults(OnlyIterated, ItemIterator[R]):
 
     def __init__(
         self,
-        members: Collection[Any],
+        members: Any,
         method: Callable[..., Any],
-        iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
+        iterables: Sequence[Items[Any]],
         options: MapOptions,
-        follow: Follow | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(members, Sequence) and not members:
+            raise ValueError("map() needs a member; the Group is empty")
         if not callable(method):
             raise TypeError(f"the method of map() must be callable, got {method!r}")
         if not iterables:
@@ -102,9 +96,7 @@ class MapResults(OnlyIterated, ItemIterator[R]):
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
         ]
-        self._make = functools.partial(
-            _MapRun, self._name, members, method, sources, options, follow
-        )
+        self._make = functools.partial(_MapRun, self._name, members, method, sources, options)
         self._run: _MapRun | None = None  # from the first step on
 
     def __repr__(self) -> str:
@@ -152,10 +144,12 @@ class Mappable(Generic[T]):
 
     __slots__ = ()
 
-    def _map(
-        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
-    ) -> MapResults[Any]:
-        raise NotImplementedError
+    def _follow(self, on_change: Callable[[Exception | None], None]) -> Callable[[], None] | None:
+        """Call back on the running loop after each change of the members, with an error at the end.
+
+        Return what ends that; None if they do not change.
+        """
+        return None
 
     @overload
     def map(
@@ -247,7 +241,8 @@ class Mappable(Generic[T]):
             ValueError: if the group is empty, or for an invalid `in_flight` or `retries`.
             NotInWorld: from a step, once this worker has left its world.
         """
-        return self._map(method, iterables, MapOptions(in_flight, retries, return_exceptions))
+        options = MapOptions(in_flight, retries, return_exceptions)
+        return MapResults(self, method, iterables, options)
 
     @overload
     def map_unordered(
@@ -297,7 +292,7 @@ class Mappable(Generic[T]):
         an iterable after the items before it.
         """
         options = MapOptions(in_flight, retries, return_exceptions, ordered=False)
-        return self._map(method, iterables, options)
+        return MapResults(self, method, iterables, options)
 
 
 _TAKING = -1
@@ -310,17 +305,17 @@ class _MapRun(MemberCalls):
     def __init__(
         self,
         name: str,
-        members: Collection[Any],
+        members: Any,
         method: Callable[..., Any],
         sources: Sequence[Source],
         options: MapOptions,
-        follow: Follow | None,
     ) -> None:
         super().__init__("map", name, len(members), None)
         self._now = members
         self._members = dict(enumerate(members))
         self._method = method
-        self._changes = follow is not None  # the members do
+        self._follow_no_more = members._follow(self._on_change)  # it is called in later iterations
+        self._changes = self._follow_no_more is not None  # the members do
         self._options = options
         self._schedule = MapSchedule(
             len(self._members),
@@ -335,7 +330,6 @@ class _MapRun(MemberCalls):
         self._slots = Wakeup()  # is set when an item may be taken
         self._begin()
         self._start_task(_TAKING, self._take_items(sources))
-        self._follow_no_more = None if follow is None else follow(self._on_change)
 
     async def next(self) -> Any:
         """Return the next result, or raise the exception in its place."""

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -25,7 +25,7 @@ from ..errors import CallTimeout, NotInWorld, RemoteError, WorkerGone
 from .answers import is_interrupted
 from .call import RemoteCall
 from .group import Group
-from .group_map import Items, MapOptions, Mappable, MapResults
+from .group_map import Mappable
 from .pool import ConnectionPool, WorkerRef, current
 from .routes import AnyMember
 
@@ -147,13 +147,7 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
         """
         return AnyMember(self, lambda: self._watch.group)
 
-    def _map(
-        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
-    ) -> MapResults[Any]:
-        return MapResults(self, method, iterables, options, self._follow)
-
     def _follow(self, on_change: Callable[[Exception | None], None]) -> Callable[[], None]:
-        """Call `on_change` on the running loop after each change; return what ends that."""
         loop, watch = asyncio.get_running_loop(), self._watch
         registry = watch.registry
 
