@@ -16,6 +16,7 @@ from .._wire.targets import CreateTarget
 from .group_call import GroupCall
 from .group_map import Mappable
 from .group_schedule import LeastBusy
+from .pool import WorkerRef
 from .routes import AnyMember, identity_of
 from .supervised import Supervised
 
@@ -67,7 +68,7 @@ class Group(Sequence[RRef[T]], Mappable[T]):
         TypeError: if a member is neither an RRef nor supervised.
     """
 
-    __slots__ = ("__weakref__", "_has_supervised", "_key", "_least_busy", "_members")
+    __slots__ = ("__weakref__", "_key", "_least_busy", "_members")
 
     @overload
     def __init__(
@@ -87,7 +88,6 @@ class Group(Sequence[RRef[T]], Mappable[T]):
             if not isinstance(member, RRefBase | Supervised):
                 got = f"{described(member)}{await_hint(member)}"
                 raise TypeError(f"members of a Group must be RRefs, got {got}")
-        self._has_supervised = any(isinstance(each, Supervised) for each in self._members)
         self._least_busy = LeastBusy()
         self._key = tuple(map(identity_of, self._members))
 
@@ -144,7 +144,7 @@ class Group(Sequence[RRef[T]], Mappable[T]):
 
 
 async def create_on(
-    workers: Sequence[str], factory: Callable[..., Any], arguments: Arguments
+    workers: Sequence[WorkerRef], factory: Callable[..., Any], arguments: Arguments
 ) -> list[RRef[Any]]:
     """Make an object on each of these workers, concurrently; return their RRefs.
 

@@ -109,17 +109,14 @@ class StreamReader:
         if self._consumed >= INITIAL_CREDIT // 2 and self._end is None:
             self.connection.grant(self.number, self._consumed)
             self._consumed = 0
-        if self.enters or type(item.value) is Entered:
-            return self._enter(item.value)
-        return item.value
-
-    def _enter(self, item: Any) -> Any:
-        """Return what a remote context manager has returned at its entry."""
-        name, is_manager = target_name(self.source), type(item) is Entered
-        if not is_manager:
+        if type(item.value) is Entered:
+            if not self.enters:
+                name = target_name(self.source)
+                raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
+            return item.value.value  # what its entry has returned
+        if self.enters:
+            name = target_name(self.source)
             raise TypeError(f"{name} is a generator: use `async for`, not `async with`")
-        if not self.enters:
-            raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
         return item.value
 
     def raise_failure(self) -> None:
