@@ -1,15 +1,10 @@
-"""Results and errors that do not come in frames of results: torch's replies, and last frames."""
+"""Errors of calls: what an answer, or the end of a connection, stands for."""
 
-import logging
 from types import MethodType
 from typing import Any, NoReturn, TypeGuard
 
 from .._text import printable
-from .._torch.cuda import note_delivered
-from .._torch.transport import classify_error
 from .._wire.exceptions import RemoteFailure, try_add_note
-from .._wire.messages import decode_reply
-from .._wire.payloads import detach_data
 from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name
 from ..errors import (
@@ -21,28 +16,6 @@ from ..errors import (
     WorkerLeft,
     WorkerLost,
 )
-
-log = logging.getLogger("aiorpc_torch")
-
-
-def read_answer(answer: Any, peer: str) -> list[Any] | RpcError:
-    """Return the results in a completed reply of torch, or the error that it stands for."""
-    try:
-        results = answer.wait()
-        if isinstance(results, RemoteFailure):  # the peer does not serve, or rejected the message
-            results.raise_()
-    except RpcError as exc:
-        return exc
-    except BaseException as exc:  # the peer chooses the class: SystemExit must not be raised here
-        return classify_error(exc, peer)
-    try:
-        # A recorded reply has further parts, for gradients.
-        data, tensors = (results, ()) if isinstance(results, bytes) else results[:2]
-        note_delivered(tensors)
-        return decode_reply(*detach_data(data, tensors))
-    except BaseException as exc:
-        log.warning("a reply of worker %r cannot be read: %r", peer, exc)
-        return RemoteError(f"a reply of worker {peer!r} cannot be read: {exc!r}")
 
 
 def error_of_close(peer: str, what: str, text: str) -> RpcError:

@@ -79,6 +79,7 @@ class Introductions:
     ) -> None:
         self.holding = holding
         self._dialer = dialer
+        self._tls = None if dialer is None else dialer.tls
         self._members = members
         self._namespace = network_namespace()
 
@@ -113,10 +114,9 @@ class Introductions:
             except TlsError as exc:
                 raise WorkerUnreachable(peer.name, str(exc)) from exc
             except (OSError, TimeoutError) as exc:
-                tls = None if self._dialer is None else self._dialer.tls
-                if not isinstance(address, str) and tls is not None and tls.expired:
+                if self._tls is not None and self._tls.expired and not isinstance(address, str):
                     # The refusal of the own certificate is only the connection's end.
-                    raise WorkerUnreachable(peer.name, tls.expired) from exc
+                    raise WorkerUnreachable(peer.name, self._tls.expired) from exc
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
@@ -147,8 +147,8 @@ class Introductions:
             found.append(await dial_in_thread(dialer, address, credentials, number, DIAL_TIMEOUT))
 
         try:
-            has_tls = dialer is not None and dialer.tls is not None
-            if has_tls and not isinstance((await self._introduced(peer))[0], str):
+            by_tls = self._tls is not None
+            if by_tls and not isinstance((await self._introduced(peer))[0], str):
                 await self._reach(peer, open_)
             else:
                 take = lambda opened, _: found.append(detach_socket(opened))  # noqa: E731

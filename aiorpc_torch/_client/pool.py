@@ -57,7 +57,7 @@ class Outgoing(NamedTuple):
     def future(self) -> Any:
         """Return the future that a task waits for, None if no task does."""
         if isinstance(self.receiver, StreamReader):
-            return self.receiver.awaited_future()
+            return self.receiver.wakeup.waiter
         return self.receiver
 
     @property
@@ -231,20 +231,12 @@ class ConnectionPool:
             total.update(each.counters())
         return {**total}
 
-    def pending_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        return [
-            (target_name(receiver.source), each.peer.name, receiver.started)
-            for _, each in self.connections()
-            for _, receiver in each.oldest(None)
-        ]
-
-    def outgoing(self) -> "list[Outgoing]":
-        """Return the oldest pending calls of each connection. In any thread."""
+    def outgoing(self, most: int | None = MOST_OUTGOING) -> "list[Outgoing]":
+        """Return the oldest pending calls of each connection, None for all. In any thread."""
         return [
             Outgoing(loop, each, number, receiver)
             for loop, each in self.connections()
-            for number, receiver in each.oldest(MOST_OUTGOING)
+            for number, receiver in each.oldest(most)
         ]
 
     def waits(self, most: int) -> dict[str, tuple[int, list[tuple[str, float]]]]:
@@ -281,10 +273,6 @@ class ConnectionPool:
         for loop, each in self.connections():
             if each.is_open and not each.is_local:
                 call_soon(loop, each.check_path, timeout)
-
-    def all_connections(self) -> list[Connection]:
-        """Return the connections of all event loops. In any thread."""
-        return [each for _, each in self.connections()]
 
     def connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         """Return every connection with its event loop. In any thread."""

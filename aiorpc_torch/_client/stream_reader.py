@@ -37,7 +37,7 @@ class StreamReader:
         self._items: deque[Item] = deque()
         self._consumed = 0  # credit to grant
         self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
-        self._wakeup = Wakeup()
+        self.wakeup = Wakeup()
         self.enters = False  # whether the call enters a context manager
         self.entered_by: CallKey | None = None  # the call here that has the block, None if unknown
         self.entered_in: Callable[[], Any] = lambda: None  # the task of the block, None if freed
@@ -57,13 +57,13 @@ class StreamReader:
             return None
         item = Item(value, cost)
         self._items.append(item)
-        self._wakeup.set()
+        self.wakeup.set()
         return item if type(value) is HeldResult else None
 
     def fill(self, item: Item, value: Any) -> None:
         """Set the value of an item that was held."""
         item.value = value
-        self._wakeup.set()
+        self.wakeup.set()
 
     def fail(self, failure: CallAborted | RemoteFailure) -> None:
         """End the stream with a failure; items that were not collected are dropped."""
@@ -85,11 +85,7 @@ class StreamReader:
         self._items.clear()
         self._end = STREAM_END
         self.event = None
-        self._wakeup.set()
-
-    def awaited_future(self) -> Any:
-        """Return the future of the task that waits for the next item, None if none does."""
-        return self._wakeup.waiter
+        self.wakeup.set()
 
     async def next(self) -> Any:
         """Return the next item. A failure is raised after the items that came before it.
@@ -100,7 +96,7 @@ class StreamReader:
         while not self._items or type(self._items[0].value) is HeldResult:
             if self._end is not None and not self._items:
                 self._raise_end()
-            await self._wakeup.wait()
+            await self.wakeup.wait()
         item = self._items.popleft()
         if type(item.value) in (RemoteFailure, CallAborted):  # it could not be collected
             self.close()
@@ -139,4 +135,4 @@ class StreamReader:
         if self._end is None:
             self._end = end
             self.event = None
-            self._wakeup.set()
+            self.wakeup.set()

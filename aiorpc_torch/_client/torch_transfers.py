@@ -7,28 +7,32 @@ callee's maps would count. (tests/loopback/test_payloads.py)
 """
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._endpoint import entry_points
+from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error, enter_context_id, send, when_done
 from .._wire.blocks import can_place
-from .._wire.messages import EncodedCall, dump_payload, encode_calls
-from .._wire.payloads import message_for_torch
+from .._wire.exceptions import RemoteFailure
+from .._wire.messages import EncodedCall, decode_reply, dump_payload, encode_calls
+from .._wire.payloads import detach_data, message_for_torch
 from .._wire.pickling import CallAborted
 from .._wire.plain import dump
 from .._wire.tensor_table import TensorTable
 from .._wire.tensors import INLINE_BYTES, size_of
 from .._wire.wire_targets import EncodedTarget
 from ..errors import RemoteError, RpcError, WorkerLost
-from .answers import read_answer
 from .pending import ReplyReceiver
 from .stream_reader import Item, StreamReader
 
 if TYPE_CHECKING:
     from .connection import Connection
+
+log = logging.getLogger("aiorpc_torch")
 
 MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
 
@@ -73,7 +77,7 @@ class TorchTransfers:
 
     def _on_reply(self, number: int, answer: Any) -> None:
         """Deliver the results in the reply to a payload."""
-        outcomes = read_answer(answer, self._peer.name)
+        outcomes = _read_answer(answer, self._peer.name)
         if isinstance(outcomes, RpcError):
             self._connection.on_payload_failed(number, outcomes)
             return
@@ -110,7 +114,7 @@ class TorchTransfers:
         else:
             when_done(
                 answer,
-                lambda done: self._on_collected(key, receiver, item, read_answer(done, peer)),
+                lambda done: self._on_collected(key, receiver, item, _read_answer(done, peer)),
             )
 
     def _on_collected(
@@ -127,3 +131,23 @@ class TorchTransfers:
             self._connection.on_results([(key, value)])
         else:  # it was cancelled: it leaves the window, and no other reply to it comes
             self._connection.on_payload_reply(key, ())
+
+
+def _read_answer(answer: Any, peer: str) -> list[Any] | RpcError:
+    """Return the results in a completed reply of torch, or the error that it stands for."""
+    try:
+        results = answer.wait()
+        if isinstance(results, RemoteFailure):  # the peer does not serve, or rejected the message
+            results.raise_()
+    except RpcError as exc:
+        return exc
+    except BaseException as exc:  # the peer chooses the class: SystemExit must not be raised here
+        return classify_error(exc, peer)
+    try:
+        # A recorded reply has further parts, for gradients.
+        data, tensors = (results, ()) if isinstance(results, bytes) else results[:2]
+        note_delivered(tensors)
+        return decode_reply(*detach_data(data, tensors))
+    except BaseException as exc:
+        log.warning("a reply of worker %r cannot be read: %r", peer, exc)
+        return RemoteError(f"a reply of worker {peer!r} cannot be read: {exc!r}")

@@ -59,7 +59,7 @@ def server() -> Server:
 
 def connections() -> list[Connection]:
     found = pool.find_current()
-    every = [] if found is None else found.all_connections()
+    every = [] if found is None else [each for _, each in found.connections()]
     return [each for each in every if not each.ended.is_set()]
 
 
