@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeGuard, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast, overload
 
 import torch
 from torch.distributed.rpc import RRef
@@ -187,8 +187,7 @@ def proxy(
     """
     if isinstance(rref, Group | NamedMembers | GroupProxy):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
-    found: Any = remote(rref, timeout=timeout, retries=retries)
-    return found  # type: ignore[no-any-return]
+    return cast(T, remote(rref, timeout=timeout, retries=retries))
 
 
 # ── functions and methods ───────────────────────────────────────────────────────────────────────

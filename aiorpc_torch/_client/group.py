@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from torch.distributed.rpc import RRef
 
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from .proxies import RemoteProxy, SupervisedProxy
 
 T = TypeVar("T")
-A = TypeVar("A")
-B = TypeVar("B")
-R = TypeVar("R")
 V = TypeVar("V")
-P = ParamSpec("P")
 
 
 def each(values: Iterable[V]) -> V:
@@ -43,8 +39,7 @@ def each(values: Iterable[V]) -> V:
             a call of something other than a group, and from inside another argument.
         ValueError: from the call, if the number of values is wrong.
     """
-    value: Any = EachValue(values)
-    return value  # type: ignore[no-any-return]
+    return cast(V, EachValue(values))
 
 
 class Group(Sequence[RRef[T]], Mappable[T]):

@@ -28,8 +28,6 @@ from typing import (
     overload,
 )
 
-from torch.distributed.rpc import RRef
-
 from .._aio.deadlines import in_seconds
 from .._aio.items import ItemIterator
 from .._aio.loops import call_soon
@@ -431,39 +429,27 @@ class _MapRun(MemberCalls):
         self._slots.set()
         self._results.set()
 
-    def _send(self, index: int, member: int) -> None:
+    def _send(self, index: int, number: int) -> None:
+        member = self._members[number]
         try:
-            rref = self._live(self._members[member])
+            rref = member._start() if isinstance(member, Supervised) else member
+            owner = owner_name(member if rref is None else rref)
+            if rref is None or self._pool.load(owner) is None:
+                if isinstance(member, Supervised) and rref is not None:
+                    member._lose(rref)
+                raise self._pool.gone(owner)
             connection, target = connection_to(rref), BoundTarget(rref, self._method)
             future = connection.call(target, (self._items[index], {}), self.bound)
         except (WorkerLost, WorkerLeft) as exc:  # nothing was sent
             if isinstance(exc, WorkerLost):
-                self._expect(member)
-            self._schedule.withdraw(index, member, exc)
+                self._expect(number)
+            self._schedule.withdraw(index, number, exc)
         except Exception as exc:  # an argument that cannot be pickled, for one
-            self._end_item(index, member, Outcome(None, exc))
+            self._end_item(index, number, Outcome(None, exc))
         else:
             self._calls[index] = future
-            on_answer = functools.partial(self._on_answer, index, member)
+            on_answer = functools.partial(self._on_answer, index, number)
             future.add_done_callback(on_answer, context=self._context)
-
-    def _live(self, member: Any) -> RRef[Any]:
-        """Return the RRef to call.
-
-        Raises:
-            WorkerLost: if the member is lost.
-            WorkerLeft: if its worker leaves.
-        """
-        rref: RRef[Any] | None = member._start() if isinstance(member, Supervised) else member
-        owner = owner_name(member if rref is None else rref)
-        if rref is not None and self._pool.load(owner) is not None:
-            return rref
-        if isinstance(member, Supervised) and rref is not None:  # else it knows that calls wait
-            member._lose(rref)
-        worker = self._pool.worker_of(owner)
-        if self._pool.has_left(worker):
-            raise WorkerLeft(worker, may_have_run=False)
-        raise WorkerLost(worker, "no member of the group is left", may_have_run=False)
 
     def _on_answer(self, index: int, number: int, future: InlineFuture) -> None:
         if self._calls.pop(index, None) is None:  # the map has ended

@@ -30,7 +30,6 @@ from .pool import ConnectionPool, WorkerRef, current
 from .routes import AnyMember
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _LEFT = "this worker has left its world"
 

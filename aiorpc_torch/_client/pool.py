@@ -22,7 +22,7 @@ from .._wire.ancestry import CallKey, call_of
 from .._wire.connection_state import Phase
 from .._wire.frames import CloseReason
 from .._wire.targets import target_name
-from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
+from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerGone, WorkerLeft, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
 from .pending import InlineFuture, ReplyReceiver
@@ -288,6 +288,13 @@ class ConnectionPool:
     def worker_of(self, owner: str) -> str:
         """Return the name of the worker that owns an RRef, or did while its process lived."""
         return split_past_name(owner)[0] if self._is_gone(owner) else owner
+
+    def gone(self, owner: str, if_left: str = "") -> WorkerGone:
+        """Return the error of a call that no member of a group takes, as the one of `owner`."""
+        worker = self.worker_of(owner)
+        if self.has_left(worker):
+            return WorkerLeft(worker, if_left, may_have_run=False)
+        return WorkerLost(worker, "no member of the group is left", may_have_run=False)
 
     def is_replaced(self, rref: "RRefBase[Any]") -> bool:
         """Return whether the process that owned an RRef was replaced, or has left."""

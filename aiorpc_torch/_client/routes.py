@@ -19,7 +19,7 @@ from .._torch.rrefs import identity, owner_name
 from .._wire.exceptions import try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name
-from ..errors import CallTimeout, NoMembers, QueueFull, RpcError, WorkerLeft, WorkerLost
+from ..errors import CallTimeout, NoMembers, QueueFull, RpcError, WorkerLost
 from .answers import is_own, raise_aborted
 from .call import USED, RemoteCall, RemoteStream
 from .pool import current
@@ -376,10 +376,10 @@ class AnyMember(Generic[T]):
             return group, chosen
         if refusals:
             raise next(iter(refusals.values()))
-        owners = [pool.worker_of(owner_name(member)) for member in group]
-        if lost := [each for each in owners if not pool.has_left(each)]:
-            raise WorkerLost(lost[0], "no member of the group is left", may_have_run=False)
-        raise WorkerLeft(owners[0], f"so have all members of {group!r}", may_have_run=False)
+        errors = [
+            pool.gone(owner_name(member), f"so have all members of {group!r}") for member in group
+        ]
+        raise next((each for each in errors if isinstance(each, WorkerLost)), errors[0])
 
 
 def _without(
