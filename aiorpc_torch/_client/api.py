@@ -20,10 +20,11 @@ from .._aio.deadlines import checked_call_timeout
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint
 from .._torch.compat import RRefBase, WorkerInfo
+from .._torch.rrefs import note_class
 from .._wire.shared_arguments import arguments_of
-from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
+from .._wire.targets import BoundTarget, CreateTarget, FetchTarget, FunctionTarget, MakeTarget
 from .call import RemoteCall, create_object
-from .group import Group, create_on
+from .group import Group
 from .group_call import GroupCall
 from .named_members import NamedMembers
 from .pool import WorkerRef, current
@@ -123,14 +124,13 @@ def remote(
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
     bound = None if timeout is None else checked_call_timeout(timeout)
+    if isinstance(rref, RRefBase) and not (retries or more or others):  # the usual case
+        return RemoteProxy(rref, bound)  # type: ignore[arg-type]  # torch passes RRefBase
     if more or others:
         unknown = others.keys() - {"args", "kwargs"}
         if unknown and not more and isinstance(rref, RRefBase):
             raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")
         raise TypeError(_NOT_TORCH)
-    found: Any = rref
-    if isinstance(rref, RRefBase) and not retries:  # the usual case
-        return RemoteProxy(found, bound)
     found, own_bound, own_retries = _of_handle(rref)
     bound = own_bound if bound is None else bound
     retries = checked_retries(retries) or own_retries
@@ -406,7 +406,7 @@ async def create(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: 
     if isinstance(to, str | int | WorkerInfo):
         return await create_object(to, factory, args, kwargs)
     if _are_workers(to):
-        return Group(await create_on(to, factory, (args, kwargs)))
+        return Group(await _create_on(to, factory, args, kwargs))
     made = await _call_object(to, MakeTarget, factory, args, kwargs)
     return Group(made) if isinstance(made, list) else made
 
@@ -477,12 +477,28 @@ async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwar
         rref = await create_object(worker, factory, args, kwargs)
         return Supervised(rref, worker, factory, args, kwargs)
     workers = [*map(_replaceable, to)]
-    rrefs = await create_on(workers, factory, (args, kwargs))
+    rrefs = await _create_on(workers, factory, args, kwargs)
     rows = [arguments_of(member, (args, kwargs)) for member in range(len(workers))]
     return Group(
         Supervised(rref, worker, factory, *row)
         for rref, worker, row in zip(rrefs, workers, rows, strict=True)
     )
+
+
+async def _create_on(
+    workers: Workers, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[RRef[Any]]:
+    """Make an object on each of these workers, concurrently; return their RRefs.
+
+    Raises:
+        GroupError: if some fail.
+    """
+    target = CreateTarget(factory)
+    rrefs = await GroupCall[Any, Any](workers, lambda _: target, args, kwargs)
+    if isinstance(factory, type):
+        for rref in rrefs:
+            note_class(rref, factory)
+    return rrefs
 
 
 def _check_factory(name: str, factory: Any) -> None:

@@ -1,7 +1,7 @@
 """Groups: one call to many objects, or to the least busy of them."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from torch.distributed.rpc import RRef
@@ -9,14 +9,10 @@ from torch.distributed.rpc import RRef
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint, refuse_attribute
 from .._torch.compat import RRefBase
-from .._torch.rrefs import note_class, owner_name
-from .._wire.messages import Arguments
+from .._torch.rrefs import owner_name
 from .._wire.shared_arguments import EachValue
-from .._wire.targets import CreateTarget
-from .group_call import GroupCall
 from .group_map import Mappable
 from .group_schedule import LeastBusy
-from .pool import WorkerRef
 from .routes import AnyMember, identity_of
 from .supervised import Supervised
 
@@ -136,19 +132,3 @@ class Group(Sequence[RRef[T]], Mappable[T]):
         if not self._members:
             raise ValueError("any() needs a member; the Group is empty")
         return AnyMember(self, lambda: self)
-
-
-async def create_on(
-    workers: Sequence[WorkerRef], factory: Callable[..., Any], arguments: Arguments
-) -> list[RRef[Any]]:
-    """Make an object on each of these workers, concurrently; return their RRefs.
-
-    Raises:
-        GroupError: if some fail.
-    """
-    target = CreateTarget(factory)
-    rrefs = await GroupCall[Any, Any](workers, lambda _: target, *arguments)
-    if isinstance(factory, type):
-        for rref in rrefs:
-            note_class(rref, factory)
-    return rrefs

@@ -26,12 +26,10 @@ from .answers import is_interrupted
 from .call import RemoteCall
 from .group import Group
 from .group_map import Mappable
-from .pool import ConnectionPool, WorkerRef, current
+from .pool import WORLD_ENDED, ConnectionPool, WorkerRef, current
 from .routes import AnyMember
 
 T = TypeVar("T")
-
-_LEFT = "this worker has left its world"
 
 
 class _Watch:
@@ -69,7 +67,7 @@ class _Watch:
         """Wait until every living worker has told its object."""
         await self.registry.all_told(self.name)
         if self.registry.is_closed:
-            raise NotInWorld(_LEFT)
+            raise NotInWorld(WORLD_ENDED)
 
     async def wait(self, count: int) -> None:
         """Wait until there are so many members."""
@@ -78,7 +76,7 @@ class _Watch:
         try:
             while len(self.group) < count:
                 if self.registry.is_closed:
-                    raise NotInWorld(_LEFT)
+                    raise NotInWorld(WORLD_ENDED)
                 changed.clear()
                 await changed.wait()
         finally:
@@ -151,7 +149,7 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
         registry = watch.registry
 
         def tell() -> None:
-            call_soon(loop, on_change, NotInWorld(_LEFT) if registry.is_closed else None)
+            call_soon(loop, on_change, NotInWorld(WORLD_ENDED) if registry.is_closed else None)
 
         run_on_loop(registry.loop, watch.listen, tell)
         return functools.partial(run_on_loop, registry.loop, watch.listeners.remove, tell)

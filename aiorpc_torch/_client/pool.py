@@ -383,7 +383,7 @@ class ConnectionPool:
         The peers are told `what` has ended it, and its `text`.
         """
         for _, on_loss in [*self._watches.values()]:
-            on_loss(NotInWorld("this worker has left its world"))
+            on_loss(NotInWorld(WORLD_ENDED))
         running = asyncio.get_running_loop()
         for loop, by_peer in self._loops():
             for each in _all(by_peer):

@@ -122,14 +122,12 @@ class Route:
         if type(found) is CallAborted:
             raise_aborted(found, call_name(self._target))
         if found is None and (destination is None or has_passed(self.due)):
-            raise self._late(worker or self._member.owner_name(), left or 0.0)
+            worker = worker or self._member.owner_name()
+            method, for_ = call_name(self._target), in_seconds(max(left or 0.0, 0.0))
+            text = f"{method} on worker {worker!r} timed out: that worker was awaited for {for_}"
+            text = f"{text}; the call was not sent. If it hangs, `await me.restart({worker!r})`"
+            raise CallTimeout(text, worker=worker, method=method, may_have_run=False)
         return destination or self._destination(found)
-
-    def _late(self, worker: str, seconds: float) -> CallTimeout:
-        method, for_ = call_name(self._target), in_seconds(max(seconds, 0.0))
-        text = f"{method} on worker {worker!r} timed out: that worker was awaited for {for_}"
-        text = f"{text}; the call was not sent. If it hangs, `await me.restart({worker!r})`"
-        return CallTimeout(text, worker=worker, method=method, may_have_run=False)
 
     def failed(self, exc: BaseException) -> bool:
         """Note that an attempt has failed, or cannot be made; return whether another one follows.

@@ -95,7 +95,8 @@ class StreamReader:
         """
         while not self._items or type(self._items[0].value) is HeldResult:
             if self._end is not None and not self._items:
-                self._raise_end()
+                self.raise_failure()
+                raise StopAsyncIteration
             await self.wakeup.wait()
         item = self._items.popleft()
         if type(item.value) in (RemoteFailure, CallAborted):  # it could not be collected
@@ -118,13 +119,8 @@ class StreamReader:
     def raise_failure(self) -> None:
         """Raise the failure that has ended the stream, if one has."""
         if self._end is not None and self._end is not STREAM_END:
-            self._raise_end()
-
-    def _raise_end(self) -> None:
-        end, self._end = self._end, STREAM_END  # a failure is raised once
-        if end is STREAM_END:
-            raise StopAsyncIteration
-        self._raise(end)
+            end, self._end = self._end, STREAM_END  # a failure is raised once
+            self._raise(end)
 
     def _raise(self, failure: CallAborted | RemoteFailure) -> None:
         if type(failure) is CallAborted:

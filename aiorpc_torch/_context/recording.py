@@ -7,7 +7,6 @@ of threads.
 """
 
 import asyncio
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -85,13 +84,17 @@ class ContextRecord:
         with self._lock:
             self._pending[key] = label
 
-    def hold_if_settled(self, key: object, label: str) -> list[Tensor] | None:
-        """Hold a settled record and return its receive edges; return None if it is not settled."""
-        with self._lock:
-            if self._pending:
-                return None
-            self._pending[key] = label
-            return self._recv_edges[:]
+    async def hold_when_settled(self, key: object, label: str) -> list[Tensor]:
+        """Wait until the record is settled, hold it, and return its receive edges."""
+        settled, loop = asyncio.Event(), asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._pending[key] = label
+                    return self._recv_edges[:]
+                settled.clear()
+                self._settled.append(lambda: call_soon(loop, settled.set))
+            await settled.wait()
 
     def release(self, key: object, recv_edge: Tensor | None = None) -> None:
         """Release a call or `key`; add the receive edge of its answer."""
@@ -232,12 +235,3 @@ def record_of_torch_context() -> ContextRecord | None:
     """Return a new record of the context that is open in this thread, None if there is none."""
     context_id = current_context_id()
     return None if context_id < 0 else ContextRecord(context_id)
-
-
-async def wait_until_settled(record: ContextRecord) -> None:
-    """Wait until every call of `record` is answered."""
-    settled = asyncio.Event()
-    if record.pending:
-        notify = functools.partial(call_soon, asyncio.get_running_loop(), settled.set)
-        record.when_settled(notify)
-        await settled.wait()
