@@ -6,6 +6,7 @@ State machines without an event loop, a clock or torch. `_client.routes` drives 
 
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 MAX_REST = 32  # rounds of choices, each of as many as there are members
@@ -39,14 +40,12 @@ class LeastBusy:
 
     def _least(self, loads: Sequence[int | None]) -> int | None:
         count = len(loads)
-        best = least = None
-        for step in range(count):
-            position = (self._next + step) % count
-            load = loads[position]
-            if load is not None and (least is None or load < least):
-                best, least = position, load
-        if best is not None:
-            self._next = best + 1
+        turns = [(self._next + step) % count for step in range(count)]
+        alive = [(load, at) for at in turns if (load := loads[at]) is not None]
+        if not alive:
+            return None
+        _, best = min(alive, key=itemgetter(0))  # the first one of several
+        self._next = best + 1
         return best
 
     def succeed(self, position: int) -> None:

@@ -147,8 +147,7 @@ class Introductions:
             found.append(await dial_in_thread(dialer, address, credentials, number, DIAL_TIMEOUT))
 
         try:
-            by_tls = self._tls is not None
-            if by_tls and not isinstance((await self._introduced(peer))[0], str):
+            if self._tls is not None and not isinstance((await self._introduced(peer))[0], str):
                 await self._reach(peer, open_)
             else:
                 take = lambda opened, _: found.append(detach_socket(opened))  # noqa: E731
