@@ -65,8 +65,7 @@ from ._batching.results import Broadcast
 from ._children.local import local_world, run_local
 from ._client.api import call, create, fetch, proxy, remote, supervised
 from ._client.group import Group, each
-from ._client.lookup import lookup
-from ._client.named_members import members
+from ._client.named_members import lookup, members
 from ._client.paused import paused
 from ._context.cancellation import is_cancelled
 from ._endpoint.names import register, unregister

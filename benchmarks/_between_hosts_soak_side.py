@@ -306,7 +306,7 @@ async def sample() -> dict[str, int]:
         "bytes for transfers": receive_memory_of(asyncio.get_running_loop()).pool.total,
         "segments": mapped_segments(),
         "calls": stats.in_flight + stats.running,
-        "connections": len(node.pool.all_connections()),
+        "connections": len(node.pool.connections()),
         "watches": len(node.pool._watches),
         "sessions": len(server.sessions),
         "ended": len(server.sessions._ended),

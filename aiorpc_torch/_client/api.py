@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast, overload
 
 import torch
 from torch.distributed.rpc import RRef
@@ -20,10 +20,11 @@ from .._aio.deadlines import checked_call_timeout
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint
 from .._torch.compat import RRefBase, WorkerInfo
+from .._torch.rrefs import note_class
 from .._wire.shared_arguments import arguments_of
-from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
+from .._wire.targets import BoundTarget, CreateTarget, FetchTarget, FunctionTarget, MakeTarget
 from .call import RemoteCall, create_object
-from .group import Group, create_on
+from .group import Group
 from .group_call import GroupCall
 from .named_members import NamedMembers
 from .pool import WorkerRef, current
@@ -123,27 +124,19 @@ def remote(
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
     bound = None if timeout is None else checked_call_timeout(timeout)
-    if more or others or retries or not isinstance(rref, RRefBase):
-        return _remote(rref, bound, retries, more, others)
-    found: Any = rref
-    return RemoteProxy(found, bound)
-
-
-def _remote(
-    rref: Any,
-    timeout: float | None,
-    retries: int,
-    more: tuple[Any, ...],
-    others: dict[str, Any],
-) -> Any:
+    if isinstance(rref, RRefBase) and not (retries or more or others):  # the usual case
+        return RemoteProxy(rref, bound)  # type: ignore[arg-type]  # torch passes RRefBase
     if more or others:
-        _refuse_arguments(rref, more, others)
-    found, own_timeout, own_retries = _of_handle(rref)
-    timeout = own_timeout if timeout is None else timeout
+        unknown = others.keys() - {"args", "kwargs"}
+        if unknown and not more and isinstance(rref, RRefBase):
+            raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")
+        raise TypeError(_NOT_TORCH)
+    found, own_bound, own_retries = _of_handle(rref)
+    bound = own_bound if bound is None else bound
     retries = checked_retries(retries) or own_retries
     for kinds, proxy_of in _PROXIES:
         if isinstance(found, kinds):
-            return proxy_of(found, timeout, retries)
+            return proxy_of(found, bound, retries)
     if isinstance(found, str | int | WorkerInfo | type):
         raise TypeError(_NOT_TORCH)
     raise _no_rref(found)
@@ -160,13 +153,6 @@ _NOT_TORCH = (
     "this is not rpc.remote: make objects with `await create('ps', PS)`, call functions with "
     "`await call('ps', f, x)`"
 )
-
-
-def _refuse_arguments(rref: Any, more: tuple[Any, ...], others: dict[str, Any]) -> NoReturn:
-    unknown = others.keys() - {"args", "kwargs"}
-    if unknown and not more and isinstance(rref, RRefBase):
-        raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")
-    raise TypeError(_NOT_TORCH)
 
 
 def _of_handle(value: Any) -> tuple[Any, float | None, int]:
@@ -202,8 +188,7 @@ def proxy(
     if isinstance(rref, Group | NamedMembers | GroupProxy):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
     bound = None if timeout is None else checked_call_timeout(timeout)
-    found: Any = _remote(rref, bound, retries, (), {})
-    return found  # type: ignore[no-any-return]
+    return cast(T, _remote(rref, bound, retries, (), {}))
 
 
 # ── functions and methods ───────────────────────────────────────────────────────────────────────
@@ -300,7 +285,7 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
             "arguments apart, `call(to, f, x)`"
         )
     if isinstance(to, RRefBase):
-        return RemoteCall(to, BoundTarget(_checked_rref(to), function), None, *args, **kwargs)
+        return RemoteCall(to, BoundTarget(to, function), None, *args, **kwargs)
     if isinstance(to, str | int | WorkerInfo):
         return RemoteCall(to, FunctionTarget(function), None, *args, **kwargs)
     return _call_object(to, BoundTarget, function, args, kwargs)
@@ -324,20 +309,15 @@ def _call_object(
     if isinstance(to, Group | NamedMembers):
         of_members = partial(target, function=function)
         return GroupCall[Any, Any](to, of_members, args, kwargs, timeout, retries)
-
-    if not isinstance(to, RRefBase | Supervised | AnyMember):
-        raise _no_target(to)
-    on = placeholder(to)
-    return call_of(to, target(on, function), timeout, retries, *args, **kwargs)
-
-
-def _no_target(to: Any) -> TypeError:
-    more = await_hint(to)
-    if not more and isinstance(to, Iterable):
-        more = f"; write [*{to!r}]"
-    return TypeError(
-        f"the first argument must be a worker, a list or tuple of workers, an RRef or a Group, got "
-        f"{described(to)}{more}"
+    if isinstance(to, RRefBase | Supervised | AnyMember):
+        of_object = target(placeholder(to), function)
+        return call_of(to, of_object, timeout, retries, *args, **kwargs)
+    hint = await_hint(to)
+    if not hint and isinstance(to, Iterable):
+        hint = f"; write [*{to!r}]"
+    raise TypeError(
+        "the first argument must be a worker, a list or tuple of workers, an RRef or a Group, got "
+        f"{described(to)}{hint}"
     )
 
 
@@ -427,8 +407,7 @@ async def create(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: 
     if isinstance(to, str | int | WorkerInfo):
         return await create_object(to, factory, args, kwargs)
     if _are_workers(to):
-        pool = current()
-        return Group(await create_on([*map(pool.find, to)], factory, (args, kwargs)))
+        return Group(await _create_on(to, factory, args, kwargs))
     made = await _call_object(to, MakeTarget, factory, args, kwargs)
     return Group(made) if isinstance(made, list) else made
 
@@ -499,12 +478,28 @@ async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwar
         rref = await create_object(worker, factory, args, kwargs)
         return Supervised(rref, worker, factory, args, kwargs)
     workers = [*map(_replaceable, to)]
-    rrefs = await create_on(workers, factory, (args, kwargs))
+    rrefs = await _create_on(workers, factory, args, kwargs)
     rows = [arguments_of(member, (args, kwargs)) for member in range(len(workers))]
     return Group(
         Supervised(rref, worker, factory, *row)
         for rref, worker, row in zip(rrefs, workers, rows, strict=True)
     )
+
+
+async def _create_on(
+    workers: Workers, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[RRef[Any]]:
+    """Make an object on each of these workers, concurrently; return their RRefs.
+
+    Raises:
+        GroupError: if some fail.
+    """
+    target = CreateTarget(factory)
+    rrefs = await GroupCall[Any, Any](workers, lambda _: target, args, kwargs)
+    if isinstance(factory, type):
+        for rref in rrefs:
+            note_class(rref, factory)
+    return rrefs
 
 
 def _check_factory(name: str, factory: Any) -> None:
@@ -555,31 +550,21 @@ async def fetch(
     """
     found, own, retries = _of_handle(rref)
     bound = own if timeout is None else checked_call_timeout(timeout)
+    if not isinstance(found, RRefBase | Supervised):
+        raise _no_rref(found)
     if isinstance(found, RRefBase) and found.is_owner():
         return found.local_value()  # type: ignore[no-any-return]
-
-    on = found.rref if isinstance(found, Supervised) else _checked_rref(found)
-    return await call_of(found, FetchTarget(on), bound, retries)  # type: ignore[no-any-return]
-
-
-def _checked_rref(rref: Any) -> RRef[Any]:
-    # torch passes RRefBase, the base class of RRef; users annotate RRef.
-    if not isinstance(rref, RRefBase):
-        raise _no_rref(rref)
-    checked: Any = rref
-    return checked  # type: ignore[no-any-return]
+    target = FetchTarget(placeholder(found))
+    return await call_of(found, target, bound, retries)  # type: ignore[no-any-return]
 
 
 def _no_rref(value: Any) -> TypeError:
     if isinstance(value, list | tuple):
         return TypeError(_NO_GROUP)
+    hint = await_hint(value)
+    if isinstance(getattr(value, "__self__", None), Group | NamedMembers):  # `remote(group.any)`
+        hint = f", which was not called: write `{value.__name__}()`"
     return TypeError(
         "rref must be an RRef, as create() returns it, or its caller's RRef(x) of an object x, got "
-        f"{described(value)}{await_hint(value)}{_call_hint(value)}"
+        f"{described(value)}{hint}"
     )
-
-
-def _call_hint(value: Any) -> str:
-    """Return the remedy for a method that was not called: `remote(group.any)`."""
-    is_ours = isinstance(getattr(value, "__self__", None), Group | NamedMembers)
-    return f", which was not called: write `{value.__name__}()`" if is_ours else ""

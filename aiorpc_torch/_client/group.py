@@ -1,24 +1,17 @@
 """Groups: one call to many objects, or to the least busy of them."""
 
 import contextlib
-from collections.abc import (
-    Callable,
-    Iterable,
-    Sequence,
-)
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from torch.distributed.rpc import RRef
 
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint, refuse_attribute
 from .._torch.compat import RRefBase
-from .._torch.rrefs import note_class, owner_name
-from .._wire.messages import Arguments
+from .._torch.rrefs import owner_name
 from .._wire.shared_arguments import EachValue
-from .._wire.targets import CreateTarget
-from .group_call import GroupCall
-from .group_map import Items, MapOptions, Mappable, MapResults
+from .group_map import Mappable
 from .group_schedule import LeastBusy
 from .routes import AnyMember, identity_of
 from .supervised import Supervised
@@ -27,11 +20,7 @@ if TYPE_CHECKING:
     from .proxies import RemoteProxy, SupervisedProxy
 
 T = TypeVar("T")
-A = TypeVar("A")
-B = TypeVar("B")
-R = TypeVar("R")
 V = TypeVar("V")
-P = ParamSpec("P")
 
 
 def each(values: Iterable[V]) -> V:
@@ -46,8 +35,7 @@ def each(values: Iterable[V]) -> V:
             a call of something other than a group, and from inside another argument.
         ValueError: from the call, if the number of values is wrong.
     """
-    value: Any = EachValue(values)
-    return value  # type: ignore[no-any-return]
+    return cast(V, EachValue(values))
 
 
 class Group(Sequence[RRef[T]], Mappable[T]):
@@ -71,7 +59,7 @@ class Group(Sequence[RRef[T]], Mappable[T]):
         TypeError: if a member is neither an RRef nor supervised.
     """
 
-    __slots__ = ("__weakref__", "_has_supervised", "_key", "_least_busy", "_members")
+    __slots__ = ("__weakref__", "_key", "_least_busy", "_members")
 
     @overload
     def __init__(
@@ -91,7 +79,6 @@ class Group(Sequence[RRef[T]], Mappable[T]):
             if not isinstance(member, RRefBase | Supervised):
                 got = f"{described(member)}{await_hint(member)}"
                 raise TypeError(f"members of a Group must be RRefs, got {got}")
-        self._has_supervised = any(isinstance(each, Supervised) for each in self._members)
         self._least_busy = LeastBusy()
         self._key = tuple(map(identity_of, self._members))
 
@@ -142,31 +129,6 @@ class Group(Sequence[RRef[T]], Mappable[T]):
             QueueFull: from the call, if the queues of all members are full.
             WorkerLost: from the call, if no member is left.
         """
-        self._check_not_empty("any()")
-        return AnyMember(self, lambda: self)
-
-    def _map(
-        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
-    ) -> MapResults[Any]:
-        self._check_not_empty("map()")
-        return MapResults(self._members, method, iterables, options)
-
-    def _check_not_empty(self, what: str) -> None:
         if not self._members:
-            raise ValueError(f"{what} needs a member; the Group is empty")
-
-
-async def create_on(
-    workers: Sequence[str], factory: Callable[..., Any], arguments: Arguments
-) -> list[RRef[Any]]:
-    """Make an object on each of these workers, concurrently; return their RRefs.
-
-    Raises:
-        GroupError: if some fail.
-    """
-    target = CreateTarget(factory)
-    rrefs = await GroupCall[Any, Any](workers, lambda _: target, *arguments)
-    if isinstance(factory, type):
-        for rref in rrefs:
-            note_class(rref, factory)
-    return rrefs
+            raise ValueError("any() needs a member; the Group is empty")
+        return AnyMember(self, lambda: self)

@@ -39,9 +39,6 @@ R = TypeVar("R")
 Member = tuple[Any, Target]
 """The worker, the RRef or the supervised object of a member, and what to call there."""
 
-_Prepared = tuple[int, Connection, Target, EncodedTarget]
-"""The position of a member, and its call, encoded and not sent."""
-
 
 class GroupCall(LazyCall[list[R]], Generic[M, R]):
     """A call of all members of a group. It gives a list, or if iterated pairs as they complete.
@@ -78,7 +75,11 @@ class GroupCall(LazyCall[list[R]], Generic[M, R]):
 
     def _start(self) -> "_Running":
         running = _Running(self._members(), self._timeout, self._retries)
-        running.start((self._args, self._kwargs))
+        try:
+            running.start((self._args, self._kwargs))
+        except BaseException as exc:
+            running.cancel(exc)
+            raise
         return running
 
     def __await__(self) -> Generator[Any, Any, list[R]]:
@@ -129,7 +130,7 @@ class MemberCalls:
 
     def __init__(self, kind: Kind, name: str, size: int, timeout: float | None) -> None:
         self.name = name
-        self._info: tuple[Kind, int] = kind, size
+        self._kind, self._size = kind, size
         self._loop = asyncio.get_running_loop()
         self._pool = current()  # also without members: a loop of such calls ends with the world
         self._due = deadline_in(timeout)
@@ -147,8 +148,8 @@ class MemberCalls:
     def _begin(self) -> None:
         """Tell the interceptors, and let the deadline count."""
         if is_needed():
-            (kind, size), now = self._info, time.monotonic()
-            info = CallInfo(kind, self.name, self._pool.worker, "", now, size)
+            now, worker = time.monotonic(), self._pool.worker
+            info = CallInfo(self._kind, self.name, worker, "", now, self._size)
             self._context, self._end = begin_group(info)
         if self._due is not None:
             left = self._due - time.monotonic()
@@ -164,7 +165,7 @@ class MemberCalls:
 
     def _start_task(self, key: int, waiting: Coroutine[Any, Any, None]) -> None:
         context = self._context.copy()  # a context is entered once at a time
-        name = f"aiorpc-{self._info[0]}"
+        name = f"aiorpc-{self._kind}"
         self._tasks[key] = self._loop.create_task(waiting, name=name, context=context)
 
     def _finish(self, failure: BaseException | None) -> None:
@@ -193,7 +194,7 @@ class _Running(MemberCalls):
     """The calls of a group, one for each member.
 
     Attributes:
-        members: worker, RRef or supervised object of each, and what to call there.
+        members: name of the worker, RRef or supervised object of each, and what to call there.
         left: number of members without an outcome.
         results: value or exception of each member with an outcome.
         failures: exceptions of members, by position.
@@ -202,7 +203,10 @@ class _Running(MemberCalls):
 
     def __init__(self, members: Sequence[Member], timeout: float | None, retries: int) -> None:
         super().__init__("group", _name_of(members), len(members), timeout)
-        self.members = [self._named(*each) for each in members]
+        self.members: Sequence[Member] = [
+            (each if isinstance(each, RRefBase | Supervised) else self._pool.find(each), target)
+            for each, target in members
+        ]
         self._retries = retries
         self._routes: dict[int, Route] = {}  # of members that may take another attempt
         self._rows: Sequence[MemberArguments] = ()
@@ -211,20 +215,8 @@ class _Running(MemberCalls):
         self.failures: dict[int, Exception] = {}
         self.on_outcome: Callable[[_Running, int], None]  # set after the start, before the first
 
-    def _named(self, member: Any, target: Target) -> Member:
-        """Return a member, a worker by its name."""
-        is_worker = not isinstance(member, RRefBase | Supervised)
-        return (self._pool.find(member) if is_worker else member), target
-
     def start(self, arguments: Arguments) -> None:
         """Send the calls. If encoding fails, raise its exception before any call is sent."""
-        try:
-            self._start(arguments)
-        except BaseException as exc:
-            self.cancel(exc)
-            raise
-
-    def _start(self, arguments: Arguments) -> None:
         try:
             self._rows = encode_for_members(arguments, len(self.members))
         except Exception as exc:
@@ -250,7 +242,10 @@ class _Running(MemberCalls):
         for each in prepared:
             self._context.run(self._send, *each)
 
-    def _prepare(self, position: int, destination: Destination) -> _Prepared:
+    def _prepare(
+        self, position: int, destination: Destination
+    ) -> tuple[int, Connection, Target, EncodedTarget]:
+        """Return the call of a member, encoded and not sent."""
         worker, target = destination
         connection = connection_to(worker)
         encoded = connection.encoder.member_target(target, self._rows[position])
@@ -293,7 +288,10 @@ class _Running(MemberCalls):
             self._start_task(position, self._try_again(position, route))
             return
         self.failures[position] = exc = _as_member_error(failure, self.name)
-        worker = self._worker_of(self.members[position][0])
+        worker = self.members[position][0]
+        with contextlib.suppress(RuntimeError):  # torch has stopped
+            worker = worker if isinstance(worker, str) else owner_name(worker)
+            worker = self._pool.worker_of(worker)
         try_add_note(exc, f"member {position + 1} of {len(self.members)}, on worker {worker!r}")
         self._set_outcome(position, exc)
 
@@ -308,13 +306,6 @@ class _Running(MemberCalls):
         super()._stop_waiting()
         for route in self._routes.values():
             route.stop()
-
-    def _worker_of(self, member: Any) -> Any:
-        """Return the name of a member's worker, as far as torch knows it."""
-        if isinstance(member, RRefBase | Supervised):
-            with contextlib.suppress(RuntimeError):  # torch has stopped
-                member = owner_name(member)
-        return self._pool.worker_of(member) if isinstance(member, str) else member
 
     def raise_failures(self) -> None:
         """Raise GroupError if a member has failed."""

@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Sequence,
@@ -28,8 +27,6 @@ from typing import (
     Unpack,
     overload,
 )
-
-from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import in_seconds
 from .._aio.items import ItemIterator
@@ -58,12 +55,6 @@ Items = Iterable[V] | AsyncIterable[V]
 
 Source = Iterator[Any] | AsyncIterator[Any]
 
-Follow = Callable[[Callable[[Exception | None], None]], Callable[[], None]]
-"""Calls back on the running loop after each change of the members, and with an error at their end.
-
-Returns a function that ends it.
-"""
-
 
 @dataclass(frozen=True)
 class MapOptions:
@@ -87,13 +78,14 @@ class MapResults(OnlyIterated, ItemIterator[R]):
 
     def __init__(
         self,
-        members: Collection[Any],
+        members: Any,
         method: Callable[..., Any],
-        iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
+        iterables: Sequence[Items[Any]],
         options: MapOptions,
-        follow: Follow | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(members, Sequence) and not members:
+            raise ValueError("map() needs a member; the Group is empty")
         if not callable(method):
             raise TypeError(f"the method of map() must be callable, got {method!r}")
         if not iterables:
@@ -102,9 +94,7 @@ class MapResults(OnlyIterated, ItemIterator[R]):
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
         ]
-        self._make = functools.partial(
-            _MapRun, self._name, members, method, sources, options, follow
-        )
+        self._make = functools.partial(_MapRun, self._name, members, method, sources, options)
         self._run: _MapRun | None = None  # from the first step on
 
     def __repr__(self) -> str:
@@ -152,10 +142,12 @@ class Mappable(Generic[T]):
 
     __slots__ = ()
 
-    def _map(
-        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
-    ) -> MapResults[Any]:
-        raise NotImplementedError
+    def _follow(self, on_change: Callable[[Exception | None], None]) -> Callable[[], None] | None:
+        """Call back on the running loop after each change of the members, with an error at the end.
+
+        Return what ends that; None if they do not change.
+        """
+        return None
 
     @overload
     def map(
@@ -247,7 +239,8 @@ class Mappable(Generic[T]):
             ValueError: if the group is empty, or for an invalid `in_flight` or `retries`.
             NotInWorld: from a step, once this worker has left its world.
         """
-        return self._map(method, iterables, MapOptions(in_flight, retries, return_exceptions))
+        options = MapOptions(in_flight, retries, return_exceptions)
+        return MapResults(self, method, iterables, options)
 
     @overload
     def map_unordered(
@@ -297,7 +290,7 @@ class Mappable(Generic[T]):
         an iterable after the items before it.
         """
         options = MapOptions(in_flight, retries, return_exceptions, ordered=False)
-        return self._map(method, iterables, options)
+        return MapResults(self, method, iterables, options)
 
 
 _TAKING = -1
@@ -310,17 +303,17 @@ class _MapRun(MemberCalls):
     def __init__(
         self,
         name: str,
-        members: Collection[Any],
+        members: Any,
         method: Callable[..., Any],
         sources: Sequence[Source],
         options: MapOptions,
-        follow: Follow | None,
     ) -> None:
         super().__init__("map", name, len(members), None)
         self._now = members
         self._members = dict(enumerate(members))
         self._method = method
-        self._changes = follow is not None  # the members do
+        self._follow_no_more = members._follow(self._on_change)  # it is called in later iterations
+        self._changes = self._follow_no_more is not None  # the members do
         self._options = options
         self._schedule = MapSchedule(
             len(self._members),
@@ -335,7 +328,6 @@ class _MapRun(MemberCalls):
         self._slots = Wakeup()  # is set when an item may be taken
         self._begin()
         self._start_task(_TAKING, self._take_items(sources))
-        self._follow_no_more = None if follow is None else follow(self._on_change)
 
     async def next(self) -> Any:
         """Return the next result, or raise the exception in its place."""
@@ -437,39 +429,27 @@ class _MapRun(MemberCalls):
         self._slots.set()
         self._results.set()
 
-    def _send(self, index: int, member: int) -> None:
+    def _send(self, index: int, number: int) -> None:
+        member = self._members[number]
         try:
-            rref = self._live(self._members[member])
+            rref = member._start() if isinstance(member, Supervised) else member
+            owner = owner_name(member if rref is None else rref)
+            if rref is None or self._pool.load(owner) is None:
+                if isinstance(member, Supervised) and rref is not None:
+                    member._lose(rref)
+                raise self._pool.gone(owner)
             connection, target = connection_to(rref), BoundTarget(rref, self._method)
             future = connection.call(target, (self._items[index], {}), self.bound)
         except (WorkerLost, WorkerLeft) as exc:  # nothing was sent
             if isinstance(exc, WorkerLost):
-                self._expect(member)
-            self._schedule.withdraw(index, member, exc)
+                self._expect(number)
+            self._schedule.withdraw(index, number, exc)
         except Exception as exc:  # an argument that cannot be pickled, for one
-            self._end_item(index, member, Outcome(None, exc))
+            self._end_item(index, number, Outcome(None, exc))
         else:
             self._calls[index] = future
-            on_answer = functools.partial(self._on_answer, index, member)
+            on_answer = functools.partial(self._on_answer, index, number)
             future.add_done_callback(on_answer, context=self._context)
-
-    def _live(self, member: Any) -> RRef[Any]:
-        """Return the RRef to call.
-
-        Raises:
-            WorkerLost: if the member is lost.
-            WorkerLeft: if its worker leaves.
-        """
-        rref: RRef[Any] | None = member._start() if isinstance(member, Supervised) else member
-        owner = owner_name(member if rref is None else rref)
-        if rref is not None and self._pool.load(owner) is not None:
-            return rref
-        if isinstance(member, Supervised) and rref is not None:  # else it knows that calls wait
-            member._lose(rref)
-        worker = self._pool.worker_of(owner)
-        if self._pool.has_left(worker):
-            raise WorkerLeft(worker, may_have_run=False)
-        raise WorkerLost(worker, "no member of the group is left", may_have_run=False)
 
     def _on_answer(self, index: int, number: int, future: InlineFuture) -> None:
         if self._calls.pop(index, None) is None:  # the map has ended

@@ -6,6 +6,7 @@ State machines without an event loop, a clock or torch. `_client.routes` drives 
 
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 MAX_REST = 32  # rounds of choices, each of as many as there are members
@@ -39,14 +40,12 @@ class LeastBusy:
 
     def _least(self, loads: Sequence[int | None]) -> int | None:
         count = len(loads)
-        best = least = None
-        for step in range(count):
-            position = (self._next + step) % count
-            load = loads[position]
-            if load is not None and (least is None or load < least):
-                best, least = position, load
-        if best is not None:
-            self._next = best + 1
+        turns = [(self._next + step) % count for step in range(count)]
+        alive = [(load, at) for at in turns if (load := loads[at]) is not None]
+        if not alive:
+            return None
+        _, best = min(alive, key=itemgetter(0))  # the first one of several
+        self._next = best + 1
         return best
 
     def succeed(self, position: int) -> None:
@@ -113,9 +112,10 @@ class MapSchedule:
 
     def may_take(self) -> bool:
         """Return whether the next item may be taken: a slot is free, and its place is near."""
-        if self._is_exhausted or self._unassigned or not self._has_slot():
+        if self._is_exhausted or self._unassigned:
             return False
-        return self._taken - self._yielded < 4 * self._in_flight * len(self._loads)
+        is_near = self._taken - self._yielded < 4 * self._in_flight * len(self._loads)
+        return is_near and any(load is not None for load in self._free_loads())
 
     def take(self) -> int:
         """Return the index of an item that was taken."""
@@ -136,7 +136,7 @@ class MapSchedule:
         """Return the next item to send and its member, None if there is none or no slot."""
         if not self._unassigned:
             return None
-        chosen = self._least_busy.choose([*map(self._load_with_slot, self._loads.values())])
+        chosen = self._least_busy.choose(self._free_loads())
         if chosen is None:
             return None
         member = [*self._loads][chosen]
@@ -207,7 +207,9 @@ class MapSchedule:
         self._check_members(failure)
 
     def _check_members(self, failure: BaseException) -> None:
-        if not self._has_members():
+        """End the map if no member is left, and none is awaited."""
+        is_awaited = self._changes or bool(self._returning)
+        if not is_awaited and all(load is None for load in self._loads.values()):
             self.fail_unassigned(failure)
             self.exhaust(failure)
 
@@ -228,15 +230,10 @@ class MapSchedule:
             return self._taken, end
         return None
 
-    def _has_members(self) -> bool:
-        is_awaited = self._changes or bool(self._returning)
-        return is_awaited or any(load is not None for load in self._loads.values())
-
-    def _has_slot(self) -> bool:
-        return any(self._load_with_slot(load) is not None for load in self._loads.values())
-
-    def _load_with_slot(self, load: int | None) -> int | None:
-        return load if load is not None and load < self._in_flight else None
+    def _free_loads(self) -> list[int | None]:
+        """Return the loads of the members, None where no slot is free."""
+        loads = self._loads.values()
+        return [load if load is not None and load < self._in_flight else None for load in loads]
 
     def _add_load(self, member: int, change: int) -> None:
         load = self._loads.get(member)

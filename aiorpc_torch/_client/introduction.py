@@ -5,17 +5,19 @@ import contextlib
 import functools
 import logging
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
 from .._aio.host import network_namespace
+from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint import entry_points
 from .._peers.peers import Peer, Peers
-from .._port.dialer import Address, Dialer
+from .._port.dialer import Address, Dialer, receive_exactly
 from .._port.tls import TlsError
 from .._text import printable
 from .._torch.transport import classify_error, send, wrap_future
@@ -23,7 +25,6 @@ from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import (
     NONCE,
     PROOF,
-    Addresses,
     Credentials,
     Introduction,
     encode_hello,
@@ -33,7 +34,6 @@ from .._wire.handshake import (
 )
 from .._wire.plain import dump
 from ..errors import WorkerLeft, WorkerUnreachable
-from .tensor_dialing import dial_in_thread
 
 Start = Callable[[asyncio.Transport, bytes], None]
 """Starts a connection on its transport, with the first bytes that were received."""
@@ -42,6 +42,8 @@ DIAL_TIMEOUT = 5.0  # seconds for the network to accept a connection
 PROOF_TIMEOUT = 5.0  # seconds for the proof of a listener whose event loop is not busy
 # Seconds between attempts. A listener with too many unproven connections closes new ones.
 _RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
+
+_UNPROVEN = "the listener did not prove the secret"
 
 
 class Holding(Protocol):
@@ -77,6 +79,7 @@ class Introductions:
     ) -> None:
         self.holding = holding
         self._dialer = dialer
+        self._tls = None if dialer is None else dialer.tls
         self._members = members
         self._namespace = network_namespace()
 
@@ -89,9 +92,12 @@ class Introductions:
             WorkerUnreachable: if its listener does not answer; the reason names its address.
         """
 
+        async def introduce_again() -> None:
+            peer.introduction = None
+            await self._introduced(peer)
+
         async def open_(address: Address, credentials: Credentials) -> None:
-            again = functools.partial(self._introduce_again, peer)
-            await _dial(address, credentials, connection, start, again, self._dialer)
+            await _dial(address, credentials, connection, start, introduce_again, self._dialer)
 
         await self._reach(peer, open_)
 
@@ -101,26 +107,30 @@ class Introductions:
         """Introduce this process to `peer`, and open a connection."""
         failure: Exception | None = None
         for delay in _RETRY_DELAYS:
-            credentials, addresses = await self._held_introduction(peer)
-            address = self._address(peer.name, addresses)
+            address, credentials = await self._introduced(peer)
             try:
                 await open_(address, credentials)
                 return
             except TlsError as exc:
                 raise WorkerUnreachable(peer.name, str(exc)) from exc
             except (OSError, TimeoutError) as exc:
-                if not isinstance(address, str) and (reason := self._expired()):
-                    raise WorkerUnreachable(peer.name, reason) from exc
+                if self._tls is not None and self._tls.expired and not isinstance(address, str):
+                    # The refusal of the own certificate is only the connection's end.
+                    raise WorkerUnreachable(peer.name, self._tls.expired) from exc
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
                 if isinstance(exc, ConnectionError):  # the listener may be closed
                     peer.introduction = None
             await asyncio.sleep(delay)
+        if isinstance(address, str):
+            where = f"the abstract Unix socket {printable(address)}"
+        else:
+            where = f"TCP address {printable(address[0])}, port {address[1]}"
         raise WorkerUnreachable(
             peer.name,
-            f"it does not answer at {_format_address(address)}: {failure!r}. Open that address and "
-            "port for this worker",
+            f"it does not answer at {where}: {failure!r}. Open that address and port for this "
+            "worker",
         ) from failure
 
     async def dial(self, peer: Peer, number: int) -> socket.socket:
@@ -137,7 +147,7 @@ class Introductions:
             found.append(await dial_in_thread(dialer, address, credentials, number, DIAL_TIMEOUT))
 
         try:
-            if dialer is not None and dialer.tls is not None and await self._is_remote(peer):
+            if self._tls is not None and not isinstance((await self._introduced(peer))[0], str):
                 await self._reach(peer, open_)
             else:
                 take = lambda opened, _: found.append(detach_socket(opened))  # noqa: E731
@@ -148,30 +158,27 @@ class Introductions:
             raise
         return found[0]
 
-    def _expired(self) -> str:
-        """Return that the own certificate has expired: its refusal is only the connection's end."""
-        tls = None if self._dialer is None else self._dialer.tls
-        return "" if tls is None else tls.expired
-
-    async def _is_remote(self, peer: Peer) -> bool:
-        _, addresses = await self._held_introduction(peer)
-        return not isinstance(self._address(peer.name, addresses), str)
-
-    async def _introduce_again(self, peer: Peer) -> None:
-        peer.introduction = None
-        await self._held_introduction(peer)
-
-    async def _held_introduction(self, peer: Peer) -> Introduction:
-        if self.holding is None:
-            return await self._introduction(peer)
-        text = f"calls to worker {peer.name!r} wait until it is in attach()"
-        while True:
-            with announced(text, logging.WARNING, LOG_DELAY):
-                epoch = await self.holding.wait_until_serving(peer)
+    async def _introduced(self, peer: Peer) -> tuple[Address, Credentials]:
+        """Return where `peer` listens, and what both ends prove; wait until it serves."""
+        found: Introduction | None = None
+        while found is None:
+            epoch = 0
+            if self.holding is not None:
+                text = f"calls to worker {peer.name!r} wait until it is in attach()"
+                with announced(text, logging.WARNING, LOG_DELAY):
+                    epoch = await self.holding.wait_until_serving(peer)
             try:
-                return await self._introduction(peer)
+                found = await self._introduction(peer)
             except WorkerLeft:  # meanwhile
+                if self.holding is None:
+                    raise
                 await self.holding.on_refused(peer, epoch)
+        credentials, addresses = found
+        if addresses.namespace and addresses.namespace == self._namespace:
+            return addresses.unix, credentials
+        if addresses.tcp is None:
+            raise WorkerUnreachable(peer.name, "it listens in another network namespace only")
+        return addresses.tcp, credentials
 
     async def _introduction(self, peer: Peer) -> Introduction:
         if peer.introduction is not None:
@@ -187,19 +194,6 @@ class Introductions:
             answer.raise_()
         found = peer.introduction = load_introduction(answer)
         return found
-
-    def _address(self, peer: str, addresses: Addresses) -> Address:
-        if addresses.namespace and addresses.namespace == self._namespace:
-            return addresses.unix
-        if addresses.tcp is None:
-            raise WorkerUnreachable(peer, "it listens in another network namespace only")
-        return addresses.tcp
-
-
-def _format_address(address: Address) -> str:
-    if isinstance(address, str):
-        return f"the abstract Unix socket {printable(address)}"
-    return f"TCP address {printable(address[0])}, port {address[1]}"
 
 
 async def _dial(
@@ -242,8 +236,8 @@ async def _wait_for_proof(
         TimeoutError: if another program listens there.
     """
     await asyncio.wait({proven}, timeout=PROOF_TIMEOUT)
-    introducing = asyncio.ensure_future(introduce()) if not proven.done() else None
-    if introducing is not None:
+    if not proven.done():
+        introducing = asyncio.ensure_future(introduce())
         try:
             either: set[asyncio.Future[Any]] = {proven, introducing}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -294,7 +288,7 @@ class _Handshake(asyncio.Protocol):
             self.proven.set_result(None)
             self._start(self._transport, self._received[NONCE + PROOF :])
         else:
-            self._fail(ConnectionError("the listener did not prove the secret"))
+            self._fail(ConnectionError(_UNPROVEN))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(exc or ConnectionResetError("closed before the handshake was done"))
@@ -303,3 +297,36 @@ class _Handshake(asyncio.Protocol):
         with contextlib.suppress(asyncio.InvalidStateError):
             self.proven.set_exception(exc)
             self.proven.exception()  # its waiter may have been cancelled
+
+
+async def dial_in_thread(
+    dialer: Dialer, address: tuple[str, int], credentials: Credentials, number: int, timeout: float
+) -> socket.socket:
+    """Return a proven socket for tensors, with TLS. `number` is that of its hello.
+
+    Raises:
+        TlsError: if one end refuses the other's certificate.
+        OSError: if there is no connection, or no proof within `timeout`.
+    """
+    is_abandoned = threading.Event()
+
+    def work() -> socket.socket:
+        found = dialer.tensor_socket(address, timeout)
+        try:
+            theirs, mine = receive_exactly(found, NONCE), new_nonce()
+            found.sendall(encode_hello(credentials, number, theirs, mine))
+            proof = receive_exactly(found, PROOF)
+            if not is_callee_proven(credentials, number, theirs, mine, proof):
+                raise ConnectionError(_UNPROVEN)
+            if is_abandoned.is_set():
+                raise ConnectionAbortedError("it is not wanted any more")
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    try:
+        return await run_in_thread(work, "aiorpc-connect")
+    except asyncio.CancelledError:
+        is_abandoned.set()
+        raise

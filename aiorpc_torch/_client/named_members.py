@@ -1,4 +1,4 @@
-"""Groups that change: the living objects that any workers have registered under one name.
+"""Registered objects: `lookup` finds one, `members` follows all of a name, a group that changes.
 
 The registry of this worker tells which there are. A `_Watch` keeps their Group; it lives as long as
 its `NamedMembers`.
@@ -6,39 +6,30 @@ its `NamedMembers`.
 
 import asyncio
 import functools
+import logging
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import deadline_in, time_left
+from .._aio.deadlines import deadline_in, in_seconds, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
+from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint import entry_points
+from .._endpoint.names import watch_name
 from .._handles.mistakes import refuse_attribute
-from ..errors import CallTimeout, NotInWorld
+from .._torch.compat import RRefBase
+from .._wire.targets import FunctionTarget
+from ..errors import CallTimeout, NotInWorld, RemoteError, WorkerGone
+from .answers import is_interrupted
+from .call import RemoteCall
 from .group import Group
-from .group_map import Items, MapOptions, Mappable, MapResults
-from .pool import current
+from .group_map import Mappable
+from .pool import WORLD_ENDED, ConnectionPool, WorkerRef, current
 from .routes import AnyMember
 
 T = TypeVar("T")
-R = TypeVar("R")
-
-_LEFT = "this worker has left its world"
-
-
-class Registry(Protocol):
-    """The names that the workers of a world have registered: a `_node.registry.Registry`."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-    @property
-    def is_closed(self) -> bool: ...
-    def watch(self, name: str, on_change: Callable[[], None]) -> None: ...
-    def unwatch(self, name: str, on_change: Callable[[], None]) -> None: ...
-    def living(self, name: str) -> Sequence[RRef[Any]]: ...
-    async def all_told(self, name: str) -> None: ...
 
 
 class _Watch:
@@ -48,35 +39,35 @@ class _Watch:
     loop. This does not refer to the `NamedMembers`, whose end closes it.
     """
 
-    def __init__(self, name: str, registry: Registry) -> None:
+    def __init__(self, name: str, registry: Any) -> None:
         self.name = name
         self.group: Group[Any] = Group(())
-        self.registry = registry
-        self._listeners: list[Callable[[], None]] = []
+        self.registry = registry  # a `_node.registry.Registry`
+        self.listeners: list[Callable[[], None]] = []  # are called after each change
 
     def open(self) -> None:
         """Begin to watch."""
-        self.registry.watch(self.name, self._refresh)
-        self._refresh()
+        self.registry.watch(self.name, self.refresh)
+        self.refresh()
 
-    def close(self) -> None:
-        """Watch no more."""
-        self.registry.unwatch(self.name, self._refresh)
+    def refresh(self) -> None:
+        """Note which objects there are, and tell it."""
+        found = Group(self.registry.living(self.name))
+        if found != self.group:  # `any` takes turns among the members of one
+            self.group = found
+        for on_change in [*self.listeners]:
+            on_change()
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` now and after each change, until `ignore`."""
-        self._listeners.append(on_change)
+        """Call `on_change` now and after each change, while it is one of the `listeners`."""
+        self.listeners.append(on_change)
         on_change()
-
-    def ignore(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` no more."""
-        self._listeners.remove(on_change)
 
     async def complete(self) -> None:
         """Wait until every living worker has told its object."""
         await self.registry.all_told(self.name)
         if self.registry.is_closed:
-            raise NotInWorld(_LEFT)
+            raise NotInWorld(WORLD_ENDED)
 
     async def wait(self, count: int) -> None:
         """Wait until there are so many members."""
@@ -85,18 +76,11 @@ class _Watch:
         try:
             while len(self.group) < count:
                 if self.registry.is_closed:
-                    raise NotInWorld(_LEFT)
+                    raise NotInWorld(WORLD_ENDED)
                 changed.clear()
                 await changed.wait()
         finally:
-            self.ignore(changed.set)
-
-    def _refresh(self) -> None:
-        found = Group(self.registry.living(self.name))
-        if found != self.group:  # `any` takes turns among the members of one
-            self.group = found
-        for on_change in [*self._listeners]:
-            on_change()
+            self.listeners.remove(changed.set)
 
 
 class NamedMembers(Collection[RRef[T]], Mappable[T]):
@@ -113,10 +97,13 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
-        loop = watch.registry.loop
+        registry = watch.registry
         # Later: the garbage collector may run inside any function of the registry.
-        weakref.finalize(self, call_soon, loop, watch.close).atexit = False
-        run_on_loop(loop, watch.open)
+        end = weakref.finalize(
+            self, call_soon, registry.loop, registry.unwatch, watch.name, watch.refresh
+        )
+        end.atexit = False
+        run_on_loop(registry.loop, watch.open)
 
     if not TYPE_CHECKING:
         __getattr__ = refuse_attribute
@@ -157,21 +144,15 @@ class NamedMembers(Collection[RRef[T]], Mappable[T]):
         """
         return AnyMember(self, lambda: self._watch.group)
 
-    def _map(
-        self, method: Callable[..., Any], iterables: Sequence[Items[Any]], options: MapOptions
-    ) -> MapResults[Any]:
-        return MapResults(self, method, iterables, options, self._follow)
-
     def _follow(self, on_change: Callable[[Exception | None], None]) -> Callable[[], None]:
-        """Call `on_change` on the running loop after each change; return what ends that."""
         loop, watch = asyncio.get_running_loop(), self._watch
         registry = watch.registry
 
         def tell() -> None:
-            call_soon(loop, on_change, NotInWorld(_LEFT) if registry.is_closed else None)
+            call_soon(loop, on_change, NotInWorld(WORLD_ENDED) if registry.is_closed else None)
 
         run_on_loop(registry.loop, watch.listen, tell)
-        return functools.partial(run_on_loop, registry.loop, watch.ignore, tell)
+        return functools.partial(run_on_loop, registry.loop, watch.listeners.remove, tell)
 
     async def wait(self, count: int = 1) -> None:
         """Wait until there are at least `count` members, within the deadline of `aiorpc.timeout`.
@@ -219,9 +200,84 @@ def members(name: str) -> NamedMembers[Any]:
         NotInWorld: outside a world.
         CallTimeout: from the `await`, if a worker does not tell in time.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"a name must be a str, got {name!r}")
+    _check_name(name)
     current()
     node = entry_points.current()
     assert node is not None
     return NamedMembers(_Watch(name, node.registry))
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a str, got {name!r}")
+
+
+async def lookup(name: str, *, on: WorkerRef | None = None) -> RRef[Any]:
+    """Return an RRef of the object that a living worker has registered as `name`.
+
+    It waits until a worker registers the name, within the deadline of `aiorpc.timeout`. Without a
+    deadline, the log warns once after 10 s that it waits. Workers answer whatever their `exports`
+    are. Each lookup asks every worker: in a loop keep its result until a call raises `WorkerGone`,
+    or keep `members(name)`, which is told of changes.
+
+    Args:
+        name: name given to `register`. If several workers have an object of that name, the result
+            is one of these: `members(name)` has all.
+        on: worker that registers it, by name, rank or WorkerInfo (default: any). If that worker is
+            lost, its replacement process is waited for.
+
+    Raises:
+        CallTimeout: if the name is not registered in time.
+        WorkerLost: if worker `on` is lost, and no replacement process will come.
+        WorkerLeft: if worker `on` has left.
+        UnknownWorker: if there is no worker `on`.
+        NotInWorld: outside a world, or once this worker leaves it.
+    """
+    _check_name(name)
+    pool, due = current(), deadline_in(None)
+    worker = None if on is None else pool.find(on)
+    # Which worker would register the object is unknown, so its death ends no lookup.
+    level = logging.WARNING if due is None else logging.DEBUG
+    who = "a living worker" if worker is None else f"worker {worker!r}"
+    text = f"the lookup of {name!r} waits until {who} registers it"
+    left = time_left(due)  # the scope's deadline may be earlier
+    limit = "" if left is None else f" after {in_seconds(left)}"
+    with announced(text, level, LOG_DELAY):
+        if worker is not None:
+            return await _find(pool, worker, name, due, limit)
+        found = members(name)
+        while True:
+            try:
+                await found.wait()
+            except CallTimeout as exc:
+                text = f"lookup of {name!r} timed out{limit}; no living worker has registered it"
+                raise CallTimeout(text, method="lookup") from exc
+            for rref in found:  # unless the last one has gone since
+                return rref
+
+
+async def _find(
+    pool: ConnectionPool, worker: str, name: str, due: float | None, limit: str
+) -> RRef[Any]:
+    known = "it has not answered"
+    while True:
+        late: TimeoutError
+        try:
+            async for found in RemoteCall(worker, FunctionTarget(watch_name), time_left(due), name):
+                if isinstance(found, RRefBase):
+                    return found  # type: ignore[return-value]
+                known = f"registered there: {', '.join(map(repr, found)) or 'nothing'}"
+            raise RemoteError(f"worker {worker!r} ended the lookup of {name!r}")
+        except WorkerGone as exc:
+            if not is_interrupted(exc):
+                raise
+            try:
+                async with asyncio.timeout(time_left(due)):
+                    await pool.observer.wait_until_alive(worker)
+                continue
+            except TimeoutError as over:
+                late = over
+        except CallTimeout as exc:
+            late = exc
+        text = f"lookup of {name!r} on worker {worker!r} timed out{limit}; {known}"
+        raise CallTimeout(text, worker=worker, method="lookup") from late

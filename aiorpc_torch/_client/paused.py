@@ -29,9 +29,6 @@ from .pool import current
 from .routes import Route
 from .supervised import Supervised
 
-Member = tuple[str, Any]
-"""The worker of an object, and its RRef."""
-
 
 @async_only
 async def paused(objects: Any) -> AsyncIterator[None]:
@@ -73,11 +70,15 @@ async def paused(objects: Any) -> AsyncIterator[None]:
         ids = set()
         # In one order everywhere: two holders of several objects do not wait for each other.
         for each in members:
-            pause = _pause(each, mark, enters=len(members) == 1)
+            pause = _pause(*each, mark, enters=len(members) == 1)
             name, number = await stack.enter_async_context(pause)
             ids.add((name or each[0], number))
         if len(members) > 1:
-            await _settle(members)
+            # Until no call of any runs: what ran of one may have called another one, whose calls
+            # had ended before. Then none passes any more.
+            while sum(await _settled(members, enters=False)):
+                pass
+            await _settled(members, enters=True)
         scopes = current_scopes()
         enter_scopes(scopes | {BatchScope(from_wire(current().worker, ids), lambda: is_open)})
         try:
@@ -88,8 +89,7 @@ async def paused(objects: Any) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _pause(member: Member, mark: BatchId, *, enters: bool) -> AsyncIterator[BatchId]:
-    owner, rref = member
+async def _pause(owner: str, rref: Any, mark: BatchId, *, enters: bool) -> AsyncIterator[BatchId]:
     own = running_call() if owner == current().worker else None
     arguments = rref_id(rref) or rref, mark, own, enters
     pause = RemoteCall(owner, FunctionTarget(pause_object), None, *arguments)
@@ -109,17 +109,7 @@ async def _pause(member: Member, mark: BatchId, *, enters: bool) -> AsyncIterato
             await pause.__aexit__(None, None, None)
 
 
-async def _settle(members: Sequence[Member]) -> None:
-    """Wait until no call of several objects runs, and let none pass any more.
-
-    What ran of one may have called another one, whose calls had ended before.
-    """
-    while sum(await _settled(members, enters=False)):
-        pass
-    await _settled(members, enters=True)
-
-
-async def _settled(members: Sequence[Member], *, enters: bool) -> list[int]:
+async def _settled(members: Sequence[tuple[str, Any]], *, enters: bool) -> list[int]:
     target = FunctionTarget(settle_pause)
     calls = [
         RemoteCall(owner, target, None, rref_id(rref) or rref, enters) for owner, rref in members
@@ -127,7 +117,8 @@ async def _settled(members: Sequence[Member], *, enters: bool) -> list[int]:
     return await asyncio.gather(*calls)
 
 
-async def _in_order(objects: Any) -> list[Member]:
+async def _in_order(objects: Any) -> list[tuple[str, Any]]:
+    """Return the workers and RRefs of objects, sorted."""
     members = [*objects] if isinstance(objects, Group | NamedMembers) else [objects]
     found = {}
     for each in members:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .._aio.loops import call_soon
 from .._endpoint import entry_points
 from .._peers.observer import PeerObserver
-from .._peers.peers import Peer, Peers, reason_of
+from .._peers.peers import Peers, reason_of
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import NO_DEVICES, DeviceMapping, DeviceRoutes
 from .._torch.rrefs import is_adopted, owner_name, past_ids, split_past_name
@@ -22,7 +22,7 @@ from .._wire.ancestry import CallKey, call_of
 from .._wire.connection_state import Phase
 from .._wire.frames import CloseReason
 from .._wire.targets import target_name
-from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
+from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerGone, WorkerLeft, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
 from .pending import InlineFuture, ReplyReceiver
@@ -39,7 +39,6 @@ _ByPeer = dict[str, list[Connection]]
 
 _LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer]
 """A weak reference to a loop, and its connections."""
-
 
 _RETIRING = Phase.RETIRING
 
@@ -58,7 +57,7 @@ class Outgoing(NamedTuple):
     def future(self) -> Any:
         """Return the future that a task waits for, None if no task does."""
         if isinstance(self.receiver, StreamReader):
-            return self.receiver.awaited_future()
+            return self.receiver.wakeup.waiter
         return self.receiver
 
     @property
@@ -80,6 +79,7 @@ class ConnectionPool:
         worker: name of this process's worker.
         observer: is told what the connections see of the peers.
         refusal: why no calls can be made, "" if they can.
+        devices: for each peer those from which tensors may be sent, and to which.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ConnectionPool:
         self.observer = observer
         self._introductions = introductions
         self._max_restarts = max_restarts
-        self._devices: Mapping[str, DeviceMapping] = {}  # for each peer
+        self.devices: Mapping[str, DeviceMapping] = {}
         # Each loop has its own connections, so nothing here needs a lock. The keys are ids, since
         # other threads read the counters: a WeakKeyDictionary cannot be iterated meanwhile.
         self._by_loop: dict[int, _LoopConnections] = {}
@@ -109,16 +109,8 @@ class ConnectionPool:
     def open(self) -> None:
         """Let calls be made: the members are known."""
         maps = self._members.device_maps()
-        self.set_device_routes(DeviceRoutes.for_worker(self._members.name, maps))
+        self.devices = DeviceRoutes.for_worker(self._members.name, maps).calls
         self.refusal = ""
-
-    def set_device_routes(self, routes: DeviceRoutes) -> None:
-        """Set the devices from which tensors may be sent, and to which."""
-        self._devices = routes.calls
-
-    def refuse(self, reason: str) -> None:
-        """Refuse further calls."""
-        self.refusal = reason
 
     def find(self, worker: WorkerRef) -> str:
         """Return the name of a worker of this world.
@@ -148,14 +140,29 @@ class ConnectionPool:
         return self._connect(by_peer, worker)
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
-        me, peer = self._members.me, self._find(worker)
-        devices = self._devices.get(worker, NO_DEVICES)
+        if (peer := self._members.workers.get(worker)) is None:
+            name, worker_id = split_past_name(worker)
+            if self._members.worker_id_of(name) not in (None, worker_id):
+                reason = (
+                    "it was restarted, and this RRef belongs to its old process. create() it again"
+                )
+                raise WorkerLost(name, reason, may_have_run=False)
+            raise WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)
+        if self._introductions.holding is None and peer.has_left:
+            raise WorkerLeft(worker, may_have_run=False)
         for each in _all(by_peer):
             if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
-        parts = self.observer, self._introductions, self._successor, devices
-        connection = Connection(me, peer, next(self._numbers), *parts)
+        connection = Connection(
+            self._members.me,
+            peer,
+            next(self._numbers),
+            self.observer,
+            self._introductions,
+            self._successor,
+            self.devices.get(worker, NO_DEVICES),
+        )
         connection.open()
         by_peer.setdefault(worker, []).append(connection)
         return connection
@@ -170,17 +177,6 @@ class ConnectionPool:
             raise NotInWorld(self.refusal)
         return self.connection(worker)
 
-    def _find(self, worker: str) -> Peer:
-        if (known := self._members.workers.get(worker)) is not None:
-            if self._introductions.holding is None and known.has_left:
-                raise WorkerLeft(worker, may_have_run=False)
-            return known
-        name, worker_id = split_past_name(worker)
-        if self._members.worker_id_of(name) not in (None, worker_id):
-            reason = "it was restarted, and this RRef belongs to its old process. create() it again"
-            raise WorkerLost(name, reason, may_have_run=False)
-        raise WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)
-
     def _is_gone(self, owner: str) -> bool:
         """Return whether an owner of RRefs is no member: another process may have its name."""
         return owner not in self._members.workers
@@ -189,11 +185,12 @@ class ConnectionPool:
         every, key = self._by_loop, id(loop)
         known = every.get(key)
         if known is None or known[0]() is not loop:
-            for other in [each for each, (ref, _) in [*every.items()] if _is_closed(ref())]:
-                # It ended without closing its asynchronous generators.
-                for each in _all(every[other][1]):
-                    each.on_loop_closed()
-                self._forget_loop(other)
+            for other, (find, by_peer) in [*every.items()]:
+                if (found := find()) is None or found.is_closed():
+                    # It ended without closing its asynchronous generators.
+                    for each in _all(by_peer):
+                        each.on_loop_closed()
+                    self._forget_loop(other)
             known = every[key] = weakref.ref(loop), {}
             # The loop knows an asynchronous generator from its first step on. `asyncio.run` and
             # its like close it when the loop ends.
@@ -234,20 +231,12 @@ class ConnectionPool:
             total.update(each.counters())
         return {**total}
 
-    def pending_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        return [
-            (target_name(receiver.source), each.peer.name, receiver.started)
-            for _, each in self.connections()
-            for _, receiver in each.oldest(None)
-        ]
-
-    def outgoing(self) -> "list[Outgoing]":
-        """Return the oldest pending calls of each connection. In any thread."""
+    def outgoing(self, most: int | None = MOST_OUTGOING) -> "list[Outgoing]":
+        """Return the oldest pending calls of each connection, None for all. In any thread."""
         return [
             Outgoing(loop, each, number, receiver)
             for loop, each in self.connections()
-            for number, receiver in each.oldest(MOST_OUTGOING)
+            for number, receiver in each.oldest(most)
         ]
 
     def waits(self, most: int) -> dict[str, tuple[int, list[tuple[str, float]]]]:
@@ -285,10 +274,6 @@ class ConnectionPool:
             if each.is_open and not each.is_local:
                 call_soon(loop, each.check_path, timeout)
 
-    def all_connections(self) -> list[Connection]:
-        """Return the connections of all event loops. In any thread."""
-        return [each for _, each in self.connections()]
-
     def connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         """Return every connection with its event loop. In any thread."""
         return [(loop, each) for loop, by_peer in self._loops() for each in _all(by_peer)]
@@ -303,6 +288,13 @@ class ConnectionPool:
     def worker_of(self, owner: str) -> str:
         """Return the name of the worker that owns an RRef, or did while its process lived."""
         return split_past_name(owner)[0] if self._is_gone(owner) else owner
+
+    def gone(self, owner: str, if_left: str = "") -> WorkerGone:
+        """Return the error of a call that no member of a group takes, as the one of `owner`."""
+        worker = self.worker_of(owner)
+        if self.has_left(worker):
+            return WorkerLeft(worker, if_left, may_have_run=False)
+        return WorkerLost(worker, "no member of the group is left", may_have_run=False)
 
     def is_replaced(self, rref: "RRefBase[Any]") -> bool:
         """Return whether the process that owned an RRef was replaced, or has left."""
@@ -391,7 +383,7 @@ class ConnectionPool:
         The peers are told `what` has ended it, and its `text`.
         """
         for _, on_loss in [*self._watches.values()]:
-            on_loss(NotInWorld("this worker has left its world"))
+            on_loss(NotInWorld(WORLD_ENDED))
         running = asyncio.get_running_loop()
         for loop, by_peer in self._loops():
             for each in _all(by_peer):
@@ -407,10 +399,6 @@ class ConnectionPool:
 def _all(by_peer: _ByPeer) -> list[Connection]:
     """Return the connections of a loop. In any thread."""
     return [each for of_peer in [*by_peer.values()] for each in [*of_peer]]
-
-
-def _is_closed(loop: asyncio.AbstractEventLoop | None) -> bool:
-    return loop is None or loop.is_closed()
 
 
 WORLD_ENDED = "this worker has left its world"

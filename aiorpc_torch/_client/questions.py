@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._aio.deadlines import in_seconds
@@ -65,27 +65,31 @@ class Questions:
         numbers = [each for each in numbers if each in self._pending][: limits.most]
         unsent = {each: self._connection.why_unsent(each) for each in numbers}
         sent = [each for each in numbers if unsent[each] is None]
-        nodes = [self.node(each, why) for each, why in unsent.items() if why is not None]
-
-        def complete(answer: Sequence[CallNode] | None) -> None:
-            found = self._silent(sent, limits.seconds) if answer is None else answer
-            then([*nodes, *self._named(found)])
-
+        nodes = [self._node(each, why) for each, why in unsent.items() if why is not None]
         if not sent:
             then(nodes)
-        elif len(self._asked) >= MAX_ASKED:
-            complete(None)
-        else:
-            self._send(Question(next(self._ids), sent, [*path], limits), complete)
+            return
 
-    def _send(self, question: Question, then: Callable[[Sequence[CallNode] | None], None]) -> None:
-        loop, seconds = asyncio.get_running_loop(), question.limits.seconds
+        def complete(answer: Sequence[CallNode] | None) -> None:
+            for node in self._silent(sent, limits.seconds) if answer is None else answer:
+                if node.method:
+                    nodes.append(node)
+                # The peer has no name for a call that does not run there. Such a call waits no more
+                # if it has its result by now.
+                elif (receiver := self._pending.get(node.key[-1])) is not None:
+                    nodes.append(node._replace(method=call_name(receiver.source)))
+            then(nodes)
+
+        if len(self._asked) >= MAX_ASKED:
+            complete(None)
+            return
+        question, loop = next(self._ids), asyncio.get_running_loop()
         timers = (
-            loop.call_later(seconds / 3, self._look_at_loop, question.id),
-            loop.call_later(seconds, self._end, question.id, None),
+            loop.call_later(limits.seconds / 3, self._look_at_loop, question),
+            loop.call_later(limits.seconds, self._end, question, None),
         )
-        self._asked[question.id] = then, timers
-        self._connection.send(WHERE, dump(question))
+        self._asked[question] = complete, timers
+        self._connection.send(WHERE, dump(Question(question, sent, [*path], limits)))
 
     def _look_at_loop(self, question: int) -> None:
         """Ask by torch RPC, whose threads answer, where an event loop stands that does not."""
@@ -114,18 +118,7 @@ class Questions:
                 each.cancel()
             then(answer)
 
-    def _named(self, answer: Sequence[CallNode]) -> Iterator[CallNode]:
-        """Yield the parts of an answer; the peer has no name for a call that does not run there.
-
-        Such a call waits no more if it has its result by now.
-        """
-        for node in answer:
-            if node.method:
-                yield node
-            elif (receiver := self._pending.get(node.key[-1])) is not None:
-                yield node._replace(method=call_name(receiver.source))
-
-    def node(self, number: int, state: str) -> CallNode:
+    def _node(self, number: int, state: str) -> CallNode:
         """Return what this process knows of a pending call."""
         receiver = self._pending[number]
         age, method = time.monotonic() - receiver.started, call_name(receiver.source)
@@ -140,8 +133,8 @@ class Questions:
         lines, self._loop_lines = self._loop_lines, ()
         if lines:
             state = "waits: the event loop there is blocked"
-        found = (self.node(each, state) for each in numbers if each in self._pending)
-        return [each._replace(lines=lines) for each in found]
+        left = [each for each in numbers if each in self._pending]
+        return [self._node(each, state)._replace(lines=lines) for each in left]
 
     # ── calls that will time out ────────────────────────────────────────────────────────────────
 

@@ -19,10 +19,10 @@ from .._torch.rrefs import identity, owner_name
 from .._wire.exceptions import try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name
-from ..errors import CallTimeout, NoMembers, QueueFull, RpcError, WorkerGone, WorkerLeft, WorkerLost
+from ..errors import CallTimeout, NoMembers, QueueFull, RpcError, WorkerLost
 from .answers import is_own, raise_aborted
 from .call import USED, RemoteCall, RemoteStream
-from .pool import ConnectionPool, current
+from .pool import current
 from .supervised import Supervised, Waiter
 
 if TYPE_CHECKING:
@@ -122,14 +122,12 @@ class Route:
         if type(found) is CallAborted:
             raise_aborted(found, call_name(self._target))
         if found is None and (destination is None or has_passed(self.due)):
-            raise self._late(worker or self._member.owner_name(), left or 0.0)
+            worker = worker or self._member.owner_name()
+            method, for_ = call_name(self._target), in_seconds(max(left or 0.0, 0.0))
+            text = f"{method} on worker {worker!r} timed out: that worker was awaited for {for_}"
+            text = f"{text}; the call was not sent. If it hangs, `await me.restart({worker!r})`"
+            raise CallTimeout(text, worker=worker, method=method, may_have_run=False)
         return destination or self._destination(found)
-
-    def _late(self, worker: str, seconds: float) -> CallTimeout:
-        method, for_ = call_name(self._target), in_seconds(max(seconds, 0.0))
-        text = f"{method} on worker {worker!r} timed out: that worker was awaited for {for_}"
-        text = f"{text}; the call was not sent. If it hangs, `await me.restart({worker!r})`"
-        return CallTimeout(text, worker=worker, method=method, may_have_run=False)
 
     def failed(self, exc: BaseException) -> bool:
         """Note that an attempt has failed, or cannot be made; return whether another one follows.
@@ -147,7 +145,8 @@ class Route:
         if self._chosen is not None and member is not None:
             group, position = self._chosen
             group._least_busy.fail(position, len(group))
-            if may_follow and _is_refusal(exc):
+            # It was not sent, or its queue is full.
+            if may_follow and (isinstance(exc, QueueFull) or is_own(exc)) and not exc.may_have_run:
                 key = identity_of(member) if isinstance(exc, QueueFull) else owner_name(member)
                 self._refusals = {**self._refusals, key: exc}
                 self._member = None
@@ -176,11 +175,6 @@ class Route:
 def is_own_loss(exc: BaseException) -> TypeGuard[WorkerLost]:
     """Return whether the call's own worker was lost, and not one that its method has called."""
     return isinstance(exc, WorkerLost) and is_own(exc)
-
-
-def _is_refusal(exc: BaseException) -> TypeGuard[RpcError]:
-    """Return whether a member did not take a call: it was not sent, or its queue is full."""
-    return (isinstance(exc, QueueFull) or is_own(exc)) and not exc.may_have_run
 
 
 class RoutedCall(RemoteCall):
@@ -364,23 +358,26 @@ class AnyMember(Generic[T]):
         pool, group = current(), self._now()
         if not group:
             raise NoMembers(f"there is no member in {self._group!r}: await its `wait()` first")
-        if group._has_supervised:
-            loads = [
-                each._load() if isinstance(each, Supervised) else pool.load(owner_name(each))
-                for each in group
-            ]
-        else:
-            loads = [*map(pool.load, [owner_name(member) for member in group])]
+        loads = [
+            each._load() if isinstance(each, Supervised) else pool.load(owner_name(each))
+            for each in group
+        ]
         if refusals:
             loads = _without(refusals, group, loads)
         chosen = group._least_busy.choose(loads)
-        if chosen is None and group._has_supervised:
-            returning = [isinstance(each, Supervised) and each._may_return() for each in group]
-            loads = _without(refusals, group, [0 if each else None for each in returning])
-            chosen = group._least_busy.choose(loads)
         if chosen is None:
-            raise [*refusals.values(), _none_left(pool, group)][0]
-        return group, chosen
+            returning = [isinstance(each, Supervised) and each._may_return() for each in group]
+            if any(returning):
+                loads = _without(refusals, group, [0 if each else None for each in returning])
+                chosen = group._least_busy.choose(loads)
+        if chosen is not None:
+            return group, chosen
+        if refusals:
+            raise next(iter(refusals.values()))
+        errors = [
+            pool.gone(owner_name(member), f"so have all members of {group!r}") for member in group
+        ]
+        raise next((each for each in errors if isinstance(each, WorkerLost)), errors[0])
 
 
 def _without(
@@ -397,10 +394,3 @@ def _without(
 def identity_of(member: Any) -> Any:
     """Return what tells a member of a group from the others."""
     return member if isinstance(member, Supervised) else identity(member)
-
-
-def _none_left(pool: ConnectionPool, group: "Group[Any]") -> WorkerGone:
-    owners = [pool.worker_of(owner_name(member)) for member in group]
-    if lost := [each for each in owners if not pool.has_left(each)]:
-        return WorkerLost(lost[0], "no member of the group is left", may_have_run=False)
-    return WorkerLeft(owners[0], f"so have all members of {group!r}", may_have_run=False)

@@ -37,7 +37,7 @@ class StreamReader:
         self._items: deque[Item] = deque()
         self._consumed = 0  # credit to grant
         self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
-        self._wakeup = Wakeup()
+        self.wakeup = Wakeup()
         self.enters = False  # whether the call enters a context manager
         self.entered_by: CallKey | None = None  # the call here that has the block, None if unknown
         self.entered_in: Callable[[], Any] = lambda: None  # the task of the block, None if freed
@@ -57,13 +57,13 @@ class StreamReader:
             return None
         item = Item(value, cost)
         self._items.append(item)
-        self._wakeup.set()
+        self.wakeup.set()
         return item if type(value) is HeldResult else None
 
     def fill(self, item: Item, value: Any) -> None:
         """Set the value of an item that was held."""
         item.value = value
-        self._wakeup.set()
+        self.wakeup.set()
 
     def fail(self, failure: CallAborted | RemoteFailure) -> None:
         """End the stream with a failure; items that were not collected are dropped."""
@@ -85,11 +85,7 @@ class StreamReader:
         self._items.clear()
         self._end = STREAM_END
         self.event = None
-        self._wakeup.set()
-
-    def awaited_future(self) -> Any:
-        """Return the future of the task that waits for the next item, None if none does."""
-        return self._wakeup.waiter
+        self.wakeup.set()
 
     async def next(self) -> Any:
         """Return the next item. A failure is raised after the items that came before it.
@@ -99,8 +95,9 @@ class StreamReader:
         """
         while not self._items or type(self._items[0].value) is HeldResult:
             if self._end is not None and not self._items:
-                self._raise_end()
-            await self._wakeup.wait()
+                self.raise_failure()
+                raise StopAsyncIteration
+            await self.wakeup.wait()
         item = self._items.popleft()
         if type(item.value) in (RemoteFailure, CallAborted):  # it could not be collected
             self.close()
@@ -109,29 +106,21 @@ class StreamReader:
         if self._consumed >= INITIAL_CREDIT // 2 and self._end is None:
             self.connection.grant(self.number, self._consumed)
             self._consumed = 0
-        if self.enters or type(item.value) is Entered:
-            return self._enter(item.value)
-        return item.value
-
-    def _enter(self, item: Any) -> Any:
-        """Return what a remote context manager has returned at its entry."""
-        name, is_manager = target_name(self.source), type(item) is Entered
-        if not is_manager:
+        if type(item.value) is Entered:
+            if not self.enters:
+                name = target_name(self.source)
+                raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
+            return item.value.value  # what its entry has returned
+        if self.enters:
+            name = target_name(self.source)
             raise TypeError(f"{name} is a generator: use `async for`, not `async with`")
-        if not self.enters:
-            raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
         return item.value
 
     def raise_failure(self) -> None:
         """Raise the failure that has ended the stream, if one has."""
         if self._end is not None and self._end is not STREAM_END:
-            self._raise_end()
-
-    def _raise_end(self) -> None:
-        end, self._end = self._end, STREAM_END  # a failure is raised once
-        if end is STREAM_END:
-            raise StopAsyncIteration
-        self._raise(end)
+            end, self._end = self._end, STREAM_END  # a failure is raised once
+            self._raise(end)
 
     def _raise(self, failure: CallAborted | RemoteFailure) -> None:
         if type(failure) is CallAborted:
@@ -142,4 +131,4 @@ class StreamReader:
         if self._end is None:
             self._end = end
             self.event = None
-            self._wakeup.set()
+            self.wakeup.set()

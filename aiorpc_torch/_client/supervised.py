@@ -61,7 +61,7 @@ class Supervised(Generic[T]):
         self._open_rref: RRef[T] | None = rref  # None: calls have to wait
         self._error: BaseException | None = None  # of an object that has ended
         self._recovery: asyncio.Task[None] | None = None
-        self._pool.tell_of_losses(worker, self._on_loss)
+        self._pool.tell_of_losses(worker, self._lose)
 
     if not TYPE_CHECKING:
         __getattr__ = refuse_attribute
@@ -111,23 +111,16 @@ class Supervised(Generic[T]):
         return load
 
     def _may_return(self) -> bool:
-        """Return whether calls may wait for the object: its worker is started again."""
-        self._reopen_if_started()
-        return self._supervision.state != "ended"
-
-    def _reopen_if_started(self) -> None:
-        """Go on if its worker was started after all, by `start` or `restart`."""
-        if not self._pool.is_lost(self._worker):
+        """Return whether calls may wait for the object: its worker is, or was, started again."""
+        if not self._pool.is_lost(self._worker):  # it may be by `start` or `restart`
             with self._lock:
                 self._supervision.reopen()
+        return self._supervision.state != "ended"
 
-    def _on_loss(self) -> None:
-        self._lose(self._rref)
-
-    def _lose(self, rref: "RRefBase[Any]") -> None:
-        """Note that the worker of an RRef is lost."""
+    def _lose(self, rref: "RRefBase[Any] | None" = None) -> None:
+        """Note that the worker is lost; ignore a late call of an earlier RRef that finds it so."""
         with self._lock:
-            if rref is not self._rref:
+            if rref is not None and rref is not self._rref:
                 return
             self._supervision.lose(self._supervision.incarnation)
             self._update()
@@ -140,7 +133,7 @@ class Supervised(Generic[T]):
         """
         waiter: Waiter = asyncio.get_running_loop().create_future()
         waiter.add_done_callback(self._leave, context=contextvars.Context())
-        self._reopen_if_started()
+        self._may_return()
         with self._lock:
             self._supervision.wait(waiter)
             if self._supervision.state == "ended":
@@ -169,10 +162,10 @@ class Supervised(Generic[T]):
         with self._lock:
             if not self._supervision.begin_recovery():
                 return
-            if self._loop.is_closed():
-                self._fail(self._loop_ended())
-                return
-        run_on_loop(self._loop, self._start_recovery)
+        if self._loop.is_closed():
+            self._fail(self._loop_ended())
+        else:
+            run_on_loop(self._loop, self._start_recovery)
 
     def _start_recovery(self) -> None:
         # Without the deadline and the context variables of the call that has found the loss.
@@ -186,10 +179,10 @@ class Supervised(Generic[T]):
             while not await self._renew():
                 """The process was lost in which the object was being made."""
         except asyncio.CancelledError:
-            self._end_with(self._loop_ended())
+            self._fail(self._loop_ended())
             raise
         except BaseException as exc:  # of the factory, which may raise anything
-            self._end_with(exc)
+            self._fail(exc)
 
     async def _renew(self) -> bool:
         """Wait for the process, make the object if it was replaced; return whether it is there."""
@@ -225,18 +218,15 @@ class Supervised(Generic[T]):
     def _loop_ended(self) -> NotInWorld:
         return NotInWorld(f"the event loop that made {self!r} has ended: supervise it again")
 
-    def _end_with(self, exc: BaseException) -> None:
+    def _fail(self, exc: BaseException) -> None:
+        """End the recovery: the waiting calls raise `exc`. The next call begins another one."""
         if not isinstance(exc, NotInWorld | WorkerGone):
             log.warning("%r could not be made again: %r", self, exc)
         with self._lock:
-            self._fail(exc)
-
-    def _fail(self, exc: BaseException) -> None:
-        """End the recovery: the waiting calls raise `exc`. The next call begins another one."""
-        ends = exc is self._error
-        waiting = self._supervision.end() if ends else self._supervision.fail()
-        _resolve(waiting, CallAborted(exc, was_sent=False))
-        self._update()
+            ends = exc is self._error
+            waiting = self._supervision.end() if ends else self._supervision.fail()
+            _resolve(waiting, CallAborted(exc, was_sent=False))
+            self._update()
 
 
 def _resolve(waiters: list[Waiter], outcome: Any) -> None:

@@ -7,33 +7,32 @@ callee's maps would count. (tests/loopback/test_payloads.py)
 """
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._context.recording import RecordedCall
 from .._endpoint import entry_points
+from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error, enter_context_id, send, when_done
 from .._wire.blocks import can_place
-from .._wire.messages import (
-    EncodedCall,
-    dump_payload,
-    encode_calls,
-)
-from .._wire.payloads import message_for_torch
+from .._wire.exceptions import RemoteFailure
+from .._wire.messages import EncodedCall, decode_reply, dump_payload, encode_calls
+from .._wire.payloads import detach_data, message_for_torch
 from .._wire.pickling import CallAborted
 from .._wire.plain import dump
 from .._wire.tensor_table import TensorTable
-from .._wire.tensors import size_of
+from .._wire.tensors import INLINE_BYTES, size_of
 from .._wire.wire_targets import EncodedTarget
 from ..errors import RemoteError, RpcError, WorkerLost
-from .answers import is_inline, read_answer
 from .pending import ReplyReceiver
 from .stream_reader import Item, StreamReader
 
 if TYPE_CHECKING:
     from .connection import Connection
+
+log = logging.getLogger("aiorpc_torch")
 
 MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
 
@@ -54,8 +53,17 @@ class TorchTransfers:
     def send_payload(self, call: EncodedCall) -> None:
         """Send the payload of a slot."""
         number, recorded = call.number, call.recorded
+        context, table = -1 if recorded is None else recorded.context, TensorTable()
         try:
-            answer = self._send(call)
+            calls = encode_calls((call,), time.monotonic(), table)
+            data, tensors = message_for_torch(dump_payload(self._key, context, calls), table)
+            self._connection.on_payload_sent(len(data) + sum(map(size_of, tensors)))
+            if recorded is None:
+                answer = send(self._peer, entry_points.payload, data, tensors)
+            else:
+                with torch.enable_grad(), enter_context_id(context):
+                    tensors = recorded.attach_arguments(tensors)
+                    answer = send(self._peer, entry_points.payload, data, tensors)
         except Exception as exc:  # nothing was sent
             error = classify_error(exc, self._peer.name)
             if isinstance(error, WorkerLost):
@@ -65,40 +73,28 @@ class TorchTransfers:
             self._connection.on_payload_failed(number, error)
             return
         first = None if recorded is None else recorded.done
-        when_done(answer, lambda done: self._on_reply(number, done, recorded), first)
+        when_done(answer, lambda done: self._on_reply(number, done), first)
 
-    def _send(self, call: EncodedCall) -> Any:
-        recorded = call.recorded
-        context = -1 if recorded is None else recorded.context
-        table = TensorTable()
-        calls = encode_calls((call,), time.monotonic(), table)
-        data, tensors = message_for_torch(dump_payload(self._key, context, calls), table)
-        self._connection.on_payload_sent(len(data) + sum(map(size_of, tensors)))
-        if recorded is None:
-            return send(self._peer, entry_points.payload, data, tensors)
-        with torch.enable_grad(), enter_context_id(context):
-            return send(self._peer, entry_points.payload, data, recorded.attach_arguments(tensors))
-
-    def _on_reply(self, number: int, answer: Any, recorded: RecordedCall | None) -> None:
+    def _on_reply(self, number: int, answer: Any) -> None:
         """Deliver the results in the reply to a payload."""
-        outcomes = read_answer(answer, self._peer.name, recorded=recorded is not None)
+        outcomes = _read_answer(answer, self._peer.name)
         if isinstance(outcomes, RpcError):
             self._connection.on_payload_failed(number, outcomes)
             return
         own = [each for each in outcomes if each[0] == number]
-        if not own and number in self._pending:
+        receiver = self._pending.get(number)
+        if not own and receiver is not None:
             error = RemoteError(f"worker {self._peer.name!r} received a call and sent no result")
             self._connection.on_payload_failed(number, error)
             return
-        receiver = self._pending.get(number)
-        if self.large_results and receiver is not None and self._travels_otherwise(answer.wait()):
-            self.large_results.discard(receiver.target)
+        if self.large_results and receiver is not None:
+            # Do the next results like these need a message of torch RPC?
+            results, is_carried = answer.wait(), self._connection.carriers.chosen is not None
+            data, tensors = (results, ()) if isinstance(results, bytes) else results[:2]
+            is_inline = isinstance(results, bytes) or (not tensors and len(data) <= INLINE_BYTES)
+            if is_inline or (is_carried and all(map(can_place, tensors))):
+                self.large_results.discard(receiver.target)
         self._connection.on_payload_reply(number, own)
-
-    def _travels_otherwise(self, results: Any) -> bool:
-        """Return whether the next results like these need no message of torch RPC."""
-        is_carried = self._connection.carriers.chosen is not None
-        return is_inline(results) or (is_carried and all(map(can_place, results[1])))
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
 
@@ -118,21 +114,40 @@ class TorchTransfers:
         else:
             when_done(
                 answer,
-                lambda done: self._on_collected(key, receiver, item, read_answer(done, peer)),
+                lambda done: self._on_collected(key, receiver, item, _read_answer(done, peer)),
             )
 
     def _on_collected(
         self, key: Any, receiver: ReplyReceiver, item: Item | None, answer: list[Any] | RpcError
     ) -> None:
         if isinstance(answer, RpcError):
-            outcomes: list[Any] = [(key, CallAborted(answer))]
+            value: Any = CallAborted(answer)
         else:
             gone = RemoteError(f"worker {self._peer.name!r} no longer holds the result")
-            outcomes = [each for each in answer if each[0] == key][:1]
-            outcomes = outcomes or [(key, CallAborted(gone))]
+            value = next((found for own, found in answer if own == key), CallAborted(gone))
         if item is not None and isinstance(receiver, StreamReader):
-            self._pending.fill(receiver, item, outcomes[0][1])
+            self._pending.fill(receiver, item, value)
         elif self._pending.get(key) is receiver:
-            self._connection.on_results(outcomes)
+            self._connection.on_results([(key, value)])
         else:  # it was cancelled: it leaves the window, and no other reply to it comes
             self._connection.on_payload_reply(key, ())
+
+
+def _read_answer(answer: Any, peer: str) -> list[Any] | RpcError:
+    """Return the results in a completed reply of torch, or the error that it stands for."""
+    try:
+        results = answer.wait()
+        if isinstance(results, RemoteFailure):  # the peer does not serve, or rejected the message
+            results.raise_()
+    except RpcError as exc:
+        return exc
+    except BaseException as exc:  # the peer chooses the class: SystemExit must not be raised here
+        return classify_error(exc, peer)
+    try:
+        # A recorded reply has further parts, for gradients.
+        data, tensors = (results, ()) if isinstance(results, bytes) else results[:2]
+        note_delivered(tensors)
+        return decode_reply(*detach_data(data, tensors))
+    except BaseException as exc:
+        log.warning("a reply of worker %r cannot be read: %r", peer, exc)
+        return RemoteError(f"a reply of worker {peer!r} cannot be read: {exc!r}")

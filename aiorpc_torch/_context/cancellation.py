@@ -3,12 +3,7 @@
 from collections.abc import Callable
 from contextvars import ContextVar
 
-
-def _never() -> bool:
-    return False
-
-
-_is_given_up: ContextVar[Callable[[], bool]] = ContextVar("aiorpc_given_up", default=_never)
+_is_given_up: ContextVar[Callable[[], bool]] = ContextVar("aiorpc_given_up", default=lambda: False)
 
 ask_whether_given_up = _is_given_up.set
 """Let `is_cancelled` ask this function in the current context. A function of C."""

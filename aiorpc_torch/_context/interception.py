@@ -4,6 +4,7 @@ While there are none, they cost a call two look-ups: it asks `propagation.used o
 in place, and calls `is_needed` only then.
 """
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -97,13 +98,13 @@ def intercept(interceptor: Interceptor) -> Callable[[], None]:
     if not isinstance(interceptor, Interceptor):
         raise TypeError(f"intercept takes an instance of Interceptor, got {interceptor!r}")
     interceptors = (*interceptors, interceptor)
-    propagation.mark_used()
-    return functools.partial(_remove, interceptor)
+    propagation.used = True
 
+    def remove() -> None:
+        global interceptors
+        interceptors = tuple(each for each in interceptors if each is not interceptor)
 
-def _remove(interceptor: Interceptor) -> None:
-    global interceptors
-    interceptors = tuple(each for each in interceptors if each is not interceptor)
+    return remove
 
 
 # ── interceptors that another library switches on ───────────────────────────────────────────────
@@ -202,12 +203,10 @@ def _tell(hook: str, call: CallInfo, *args: Any) -> End | None:
 
 def _end(ends: list[End], method: str, failure: BaseException | None) -> None:
     """Call each end, the last one first, and once: an event loop and a thread may end one call."""
-    while ends:
-        try:
+    with contextlib.suppress(IndexError):  # none is left
+        while True:
             end = ends.pop()
-        except IndexError:  # the other thread was quicker
-            return
-        try:
-            end(failure)
-        except BaseException as exc:
-            log.warning("an interceptor failed at the end of %s: %r", method, exc)
+            try:
+                end(failure)
+            except BaseException as exc:
+                log.warning("an interceptor failed at the end of %s: %r", method, exc)

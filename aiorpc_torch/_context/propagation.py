@@ -45,6 +45,7 @@ def propagate(var: ContextVar[Any]) -> None:
             take over 64 KiB.
         TypeError: if it is no context variable.
     """
+    global used
     if not isinstance(var, ContextVar):
         raise TypeError(f"propagate takes a ContextVar, got {var!r}")
     if not is_wire_text(var.name):
@@ -53,12 +54,6 @@ def propagate(var: ContextVar[Any]) -> None:
         raise ValueError(
             f"another context variable named {var.name!r} is propagated: give this one another name"
         )
-    mark_used()
-
-
-def mark_used() -> None:
-    """Let each call look for variables and interceptors from now on."""
-    global used
     used = True
 
 

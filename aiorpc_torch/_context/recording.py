@@ -7,7 +7,6 @@ of threads.
 """
 
 import asyncio
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -25,9 +24,6 @@ from .._wire.exceptions import RemoteFailure
 from ..errors import RpcError
 
 T = TypeVar("T")
-
-RecordedReply = Any
-"""A reply: bytes, or a tuple of bytes, tensors, a token or None, and the names of lost calls."""
 
 
 class ContextRecord:
@@ -72,6 +68,7 @@ class ContextRecord:
             if not self.is_open:
                 return None
             recorded = RecordedCall(self, label, peer, among)
+            among.add(recorded)
             self._pending[recorded] = label
             self._made[label] = self._made.get(label, 0) + 1
             self.peers.add(peer)
@@ -87,13 +84,17 @@ class ContextRecord:
         with self._lock:
             self._pending[key] = label
 
-    def hold_if_settled(self, key: object, label: str) -> list[Tensor] | None:
-        """Hold a settled record and return its receive edges; return None if it is not settled."""
-        with self._lock:
-            if self._pending:
-                return None
-            self._pending[key] = label
-            return self._recv_edges[:]
+    async def hold_when_settled(self, key: object, label: str) -> list[Tensor]:
+        """Wait until the record is settled, hold it, and return its receive edges."""
+        settled, loop = asyncio.Event(), asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._pending[key] = label
+                    return self._recv_edges[:]
+                settled.clear()
+                self._settled.append(lambda: call_soon(loop, settled.set))
+            await settled.wait()
 
     def release(self, key: object, recv_edge: Tensor | None = None) -> None:
         """Release a call or `key`; add the receive edge of its answer."""
@@ -148,16 +149,13 @@ class ContextRecord:
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """A call in a context, at the caller."""
+    """A call in a context, at the caller. It is in `_among` until it is answered."""
 
     _record: ContextRecord
     _label: str
     _peer: str
     _among: "set[RecordedCall]"
     _carries: bool = False
-
-    def __post_init__(self) -> None:
-        self._among.add(self)
 
     @property
     def context(self) -> int:
@@ -181,8 +179,8 @@ class RecordedCall:
         except BaseException as exc:  # of any class: the peer chooses it
             self.failed(exc if isinstance(exc, RpcError) else classify_error(exc, self._peer))
 
-    def answered(self, answer: RecordedReply) -> None:
-        """Handle the reply."""
+    def answered(self, answer: Any) -> None:
+        """Handle the reply: bytes, or a tuple of bytes, tensors, a token, names of lost calls."""
         recv_edge = None
         if isinstance(answer, tuple):
             _, tensors, token, lost = answer
@@ -210,11 +208,6 @@ class RecordedCall:
         self._record.release(self, recv_edge)
 
 
-def without_gradient_parts(answer: RecordedReply) -> RecordedReply:
-    """Return the bytes and tensors of a reply."""
-    return answer[:2] if isinstance(answer, tuple) else answer
-
-
 # ── the current record ─────────────────────────────────────────────────────────────────────────
 
 _current: ContextVar[ContextRecord | None] = ContextVar("aiorpc_context_record", default=None)
@@ -223,9 +216,8 @@ current_record = _current.get
 """Return the record of this task or thread, None if there is none. A function of C."""
 
 
-def enter_record(record: ContextRecord | None) -> None:
-    """Make this task or thread a part of `record`."""
-    _current.set(record)
+enter_record = _current.set
+"""Make this task or thread a part of a record. A function of C."""
 
 
 def record_for_call() -> ContextRecord | None:
@@ -236,20 +228,10 @@ def record_for_call() -> ContextRecord | None:
     found = _current.get()
     if found is not None and found.is_open:
         return found if torch.is_grad_enabled() else None
-    # As `record_of_torch_context`, without another function on the path of each call.
-    return None if (context_id := current_context_id()) < 0 else ContextRecord(context_id)
+    return record_of_torch_context()
 
 
 def record_of_torch_context() -> ContextRecord | None:
     """Return a new record of the context that is open in this thread, None if there is none."""
     context_id = current_context_id()
     return None if context_id < 0 else ContextRecord(context_id)
-
-
-async def wait_until_settled(record: ContextRecord) -> None:
-    """Wait until every call of `record` is answered."""
-    settled = asyncio.Event()
-    if record.pending:
-        notify = functools.partial(call_soon, asyncio.get_running_loop(), settled.set)
-        record.when_settled(notify)
-        await settled.wait()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .._client import pool
 from .._endpoint import entry_points
 from .._endpoint.runtime import mark_runs_on_loop
+from .._wire.targets import target_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ def pending() -> list[PendingCall]:
     calls of this function are not in the list.
     """
     now, connections, server = time.monotonic(), pool.find_current(), entry_points.serving()
-    outgoing = [] if connections is None else connections.pending_calls()
+    outgoing = [
+        (target_name(each.receiver.source), each.connection.peer.name, each.receiver.started)
+        for each in ([] if connections is None else connections.outgoing(None))
+    ]
     incoming = [] if server is None else server.running_calls(but=pending)
     calls = [
         PendingCall(method, worker, max(0.0, now - started), is_incoming)

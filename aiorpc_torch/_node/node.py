@@ -238,5 +238,5 @@ class Node:
     def use_device_maps(self) -> None:
         """Let the pool and the server use the device maps of the members."""
         routes = DeviceRoutes.for_worker(self.members.name, self.members.device_maps())
-        self.pool.set_device_routes(routes)
+        self.pool.devices = routes.calls
         self.server.set_device_routes(routes)

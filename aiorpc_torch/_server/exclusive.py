@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from .._turns.turns import LIMIT, METHOD_TURNS, Turns, turns_of, turns_of_method
+from .._turns.turns import LIMIT, METHOD_TURNS, Turns, turns_of
 from .._wire.ancestry import add_scope, ancestor_batches
 from .torch_clients import COROUTINE, async_execution
 
@@ -121,7 +121,7 @@ def _limited_method(function: Any, limit: int) -> Any:
         )
     if type(function) is not FunctionType or not _is_method(function):
         raise TypeError(f"max_concurrency decorates a class or a method, got {function!r}")
-    turns = functools.partial(turns_of_method, name=function.__name__, limit=limit)
+    turns = functools.partial(turns_of, method=function.__name__, limit=limit)
     coroutine = getattr(function, COROUTINE, function)
     guard = _guard_of(coroutine, coroutine.__get__, turns)
     if guard is not None:

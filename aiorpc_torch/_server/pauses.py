@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any
 
 from .._torch.rrefs import find_object
-from .._turns.pause_queue import PauseQueue
+from .._turns.queues import PauseQueue
 from .._turns.turns import is_limited
 from .._wire.ancestry import BATCH, BatchId, CallKey, ancestor_batches, awaited, new_batch
 from .calls import RpcCall, ServerCall
@@ -99,7 +99,7 @@ class Pauses:
                     raise RuntimeError(_OWN_PAUSE)
             await self._wait_for_calls(found)
             if enters:
-                found.queue.enter()
+                found.queue.is_entered = True
             yield pause
         finally:
             self._end(found, pause)
@@ -115,7 +115,7 @@ class Pauses:
         await self._wait_for_calls(found)
         passed, found.passed = found.passed, 0
         if enters:
-            found.queue.enter()
+            found.queue.is_entered = True
         return passed
 
     def _end(self, found: _PausedObject, pause: BatchId) -> None:

@@ -31,7 +31,7 @@ from .._aio.places import (
 )
 from .._aio.threads import run_in_thread
 from .._text import printable
-from .._turns.pause_queue import PauseQueue
+from .._turns.queues import PauseQueue
 from .._turns.turns import Turn, Turns
 from .._wire.ancestry import BATCH, CallKey
 from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, CallNode, Key, key_of

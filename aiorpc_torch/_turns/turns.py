@@ -12,11 +12,10 @@ from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._wire.ancestry import BatchId, BatchScope, add_scope, ancestor_batches, new_batch
-from .turn_queue import TurnQueue
+from .queues import TurnQueue
 
 LIMIT = "__aiorpc_limit__"
 """Attribute of classes: how many calls run at once in one object. Subclasses inherit it."""
-
 
 METHOD_TURNS = "__aiorpc_turns__"
 """Attribute of a method with a limit: itself, and what returns its turns, given the object."""
@@ -46,19 +45,15 @@ class Turn:
 
     def leave(self) -> None:
         """Leave the queue, or end the turn. Ignored the second time."""
-        self.begin = _nothing
+        self.begin = lambda: None
         self._turns.leave(self)
-
-
-def _nothing() -> None:
-    """Do nothing: the call has left."""
 
 
 class Turns:
     """The turns on one object, or on one method of it: `limit` calls at once. Thread-safe."""
 
     def __init__(self, limit: int = 1) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queue: TurnQueue[Turn] = TurnQueue(limit)
 
     @property
@@ -77,22 +72,20 @@ class Turns:
             RuntimeError: if all turns would be held by calls that wait for such a call.
         """
         with self._lock:
-            self._refuse_own_call(name, batches)
+            self.refuse_own_call(name, batches)
             turn.batches = batches
             return self._queue.enter(turn, nested=self.is_held_by(batches))
 
     def refuse_own_call(self, name: str, batches: Collection[BatchId]) -> None:
         """Raise RuntimeError as `enter` does."""
         with self._lock:
-            self._refuse_own_call(name, batches)
-
-    def _refuse_own_call(self, name: str, batches: Collection[BatchId]) -> None:
-        queue = self._queue
-        if not (queue.is_full and self.is_held_by(batches)):
-            return
-        awaited = {*batches}.union(*(turn.batches for turn in queue.waiting()))
-        if all(holder.id in awaited for holder in queue.holders):
+            queue = self._queue
+            if not (queue.is_full and self.is_held_by(batches)):
+                return
+            awaited = {*batches}.union(*(turn.batches for turn in queue.waiting()))
             count = len(queue.holders)
+            if any(holder.id not in awaited for holder in queue.holders):
+                return
             what = "an exclusive object calls itself"
             if count > 1:
                 what = f"an object calls itself, from all {count} calls that may run at once"
@@ -148,26 +141,20 @@ def is_limited(instance: object) -> bool:
     return getattr(type(instance), LIMIT, None) is not None
 
 
-_turns: WeakIdentityDict[Any, Turns] = WeakIdentityDict()
-_of_methods: WeakIdentityDict[Any, dict[str, Turns]] = WeakIdentityDict()
+_turns: WeakIdentityDict[Any, dict[str, Turns]] = WeakIdentityDict()
 _lock = threading.Lock()
 
 
-def turns_of(instance: Any) -> Turns:
-    """Return the turns on an object of a class with a limit."""
-    with _lock:
-        if (turns := _turns.get(instance)) is None:
-            _turns.set(instance, turns := Turns(getattr(type(instance), LIMIT)))
-        return turns
-
-
-def turns_of_method(instance: Any, name: str, limit: int) -> Turns:
-    """Return the turns on one method of an object.
+def turns_of(instance: Any, method: str = "", limit: int | None = None) -> Turns:
+    """Return the turns on an object of a class with a limit, or on one method of any object.
 
     Raises:
         TypeError: if the object cannot be weakly referenced.
     """
     with _lock:
-        if (by_name := _of_methods.get(instance)) is None:
-            _of_methods.set(instance, by_name := {})
-        return by_name.setdefault(name, Turns(limit))
+        if (by_name := _turns.get(instance)) is None:
+            _turns.set(instance, by_name := {})
+        if (turns := by_name.get(method)) is None:
+            limit = getattr(type(instance), LIMIT) if limit is None else limit
+            turns = by_name[method] = Turns(limit)
+        return turns

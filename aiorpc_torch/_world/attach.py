@@ -165,7 +165,7 @@ class _Attached:
             await asyncio.sleep(AGENT_POLL)
         log.info("%s: torch's RPC has ended", self.node.members.name)
         self._attachments.end()
-        self.node.pool.refuse(AGENT_ENDED)
+        self.node.pool.refusal = AGENT_ENDED
         await self._close()
 
     # ── leaving ─────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +199,7 @@ class _Attached:
         """End what waits, in both directions."""
         epoch = str(self._attachments.epoch)
         if not self.node.pool.refusal:  # for other event loops, which may call until the end
-            self.node.pool.refuse(LEAVING)
+            self.node.pool.refusal = LEAVING
         self.node.membership.close()
         self.node.end_changes()
         await close_queues()

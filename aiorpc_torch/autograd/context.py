@@ -18,7 +18,7 @@ from .._aio.deadlines import deadline_in, time_left
 from .._aio.interruption import interruptible
 from .._aio.threads import ThreadCache, run_in_thread
 from .._client.pool import current as current_pool
-from .._context.recording import ContextRecord, current_record, enter_record, wait_until_settled
+from .._context.recording import ContextRecord, current_record, enter_record
 from .._torch.compat import (
     backward,
     current_context_id,
@@ -181,8 +181,7 @@ class Context:
                 "with context()"
             )
         key = object()  # while the recording holds it, the context is not released
-        while (ends := recording.hold_if_settled(key, "backward")) is None:
-            await wait_until_settled(recording)
+        ends = await recording.hold_when_settled(key, "backward")
         if recording.lost:
             recording.release(key)
             raise RpcError(

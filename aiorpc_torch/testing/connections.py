@@ -66,7 +66,7 @@ def connections() -> list[ConnectionInfo]:
     Raises:
         NotInWorld: if this process is in no world.
     """
-    found = pool.current().all_connections()
+    found = [each for _, each in pool.current().connections()]
     alive = [_info(each) for each in found if each.waiting or each.phase < Phase.RETIRING]
     return sorted(alive, key=lambda each: each.number)
 
@@ -147,7 +147,7 @@ async def settled() -> None:
         NotInWorld: if this process is in no world.
     """
     found, sessions = pool.current(), _sessions()
-    while any(each.has_work() for each in (sessions, *found.all_connections())):  # noqa: ASYNC110
+    while sessions.has_work() or any(each.has_work() for _, each in found.connections()):  # noqa: ASYNC110
         await asyncio.sleep(CHECK_INTERVAL)  # threads of torch end a part of it: no event tells
 
 

@@ -59,7 +59,7 @@ def server() -> Server:
 
 def connections() -> list[Connection]:
     found = pool.find_current()
-    every = [] if found is None else found.all_connections()
+    every = [] if found is None else [each for _, each in found.connections()]
     return [each for each in every if not each.ended.is_set()]
 
 
@@ -213,12 +213,9 @@ def _of_process() -> Counter[str]:
     for queue in batch_queue._queues.owners():
         found["calls in a batch queue"] += len(queue)
         found["running batches"] += len(queue._running)
-    for owner in exclusive._turns.owners():
-        turns = exclusive.turns_of(owner)
-        found["turns"] += len(turns.holders) + len(turns._queue)
-    for by_name in [exclusive._of_methods.get(each) for each in exclusive._of_methods.owners()]:
+    for by_name in [exclusive._turns.get(each) for each in exclusive._turns.owners()]:
         for turns in [*(by_name or {}).values()]:
-            found["turns"] += len(turns.holders) + len(turns._queue)
+            found["turns"] += len(turns.holders) + len(turns._queue.waiting())
     if entry_points.serving() is not None:
         found["calls of torch clients"] += len(server()._torch_calls)
         found["calls of ended sessions"] += sum(

@@ -1,5 +1,7 @@
 """What is recorded in a context, and when all of it is answered: without calls."""
 
+import asyncio
+
 import torch
 
 from aiorpc_torch._context.recording import ContextRecord, RecordedCall
@@ -77,12 +79,12 @@ def test_no_graph_is_kept_after_its_end() -> None:
     assert recording.recv_edges == []
 
 
-def test_a_backward_begins_when_all_is_settled() -> None:
+async def test_a_backward_begins_when_all_is_settled() -> None:
     recording = ContextRecord(7, torch.ones(()))
     recording.hold("call", "call")
-    assert recording.hold_if_settled("key", "backward") is None
+    holding = asyncio.ensure_future(recording.hold_when_settled("key", "backward"))
+    await asyncio.sleep(0)
+    assert recording.pending == ["call"]
     recording.release("call", torch.zeros(()))
-    ends = recording.hold_if_settled("key", "backward")
-    assert ends is not None
-    assert len(ends) == 2
+    assert len(await holding) == 2
     assert recording.pending == ["backward"]

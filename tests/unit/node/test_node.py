@@ -385,7 +385,7 @@ async def test_a_device_map_for_a_worker_that_enters_later(
     node = Node(Peers("far", WORKERS, is_attached=True), NodeConfig())
     node._on_entered_group(WorkerInfo("late", 2))
     assert node.members.device_maps()["far"] == {"late": devices}
-    assert node.pool._devices["late"].keys() == {torch.device("cuda:0")}
+    assert node.pool.devices["late"].keys() == {torch.device("cuda:0")}
     assert node.members.present() == ("near", "late")
     assert node.attachments is not None
     node.attachments.close()

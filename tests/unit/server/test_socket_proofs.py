@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from aiorpc_torch._client.tensor_dialing import dial_in_thread
+from aiorpc_torch._client.introduction import dial_in_thread
 from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
