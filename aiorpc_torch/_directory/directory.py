@@ -12,8 +12,8 @@ enters later it is lost until it calls, or is connected to the directory again.
 If its worker is lost, or leaves, another directory takes its place: a member's, or that of rank 0's
 replacement process, to which the first member that connects tells what it knows.
 
-This module passes each message to the part that it is for: `start`, `entries`, `succession` or
-`exit_barrier`. Each part is a state machine, and all share the table of `members`.
+This module passes each message to the part that it is for: `start`, `entries`, `succession` or the
+exit barrier. Each part is a state machine, and all share the table of `members`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ from dataclasses import replace
 from . import directory_messages as wire
 from .directory_messages import FromWorker
 from .entries import Entries
-from .exit_barrier import ExitBarrier
 from .members import Connections, Members, Process, digest
 from .registration import MAX_PROCESSES, Registration
 from .start import Start
@@ -104,11 +103,11 @@ class Directory:
             case wire.Resume():
                 self._resume(connection, message)
                 return
-            case wire.Known() if self._start.is_gathering and self._survivors.is_asked(connection):
+            case wire.Known() if self._start.is_gathering and connection == self._survivors.asked:
                 self._survivors.check(connection, message)
                 self._take_over(message)
                 return
-            case wire.Known() if self._succession.is_recalled(connection):
+            case wire.Known() if connection in self._succession.recalled:
                 self._succession.answer(connection, message)
                 return
         if (process := self._members.open.get(connection)) is None:
@@ -221,19 +220,16 @@ class Directory:
         for each in self._start.skip():
             self._entries.wait(each)
         self._succession.begin(known)
-        for connection, messages in self._survivors.release().items():
-            self._replay(connection, messages)
+        held, self._survivors.held = self._survivors.held, {}
+        for connection, messages in held.items():
+            try:
+                for message in messages:
+                    if connection in self._members.open or message is messages[0]:
+                        self.receive(connection, message)
+            except ValueError:  # it is not in order
+                self._members.connections.close_connection(connection)
+                self.gone(connection)
         self._succession.end_if_complete()
-
-    def _replay(self, connection: int, messages: Sequence[FromWorker]) -> None:
-        """Handle what a survivor has sent; end its connection if that is not in order."""
-        try:
-            for message in messages:
-                if connection in self._members.open or message is messages[0]:
-                    self.receive(connection, message)
-        except ValueError:
-            self._members.connections.close_connection(connection)
-            self.gone(connection)
 
     def _publish(self, process: Process, message: wire.Publish) -> None:
         if process.worker_id < 0 or process.member is not None:
@@ -242,3 +238,52 @@ class Directory:
             self._entries.publish(process, message)
         elif self._members.has(process):  # else it was refused meanwhile
             self._start.publish(process, message)
+
+
+class ExitBarrier:
+    """The barrier of one world. Workers may come to it while others go on."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._ready: set[Process] = set()
+        self._unready: set[int] = set()  # ranks of the others, while some are awaited
+        self._awaiting: dict[Process, set[int]] = {}  # ranks
+        self._awaiting_all: list[Process] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the world ends: no member stays in it."""
+        return bool(self._ready) and all(
+            each in self._ready or each.is_retiring or each.has_left
+            for each in self._members.here()
+        )
+
+    def enter(self, process: Process, message: wire.Exit) -> None:
+        """Note that a worker is ready, and which ones it awaits."""
+        if not (self._awaiting or self._awaiting_all):
+            here = self._members.here()
+            unready = (each for each in here if not (each.is_retiring or each in self._ready))
+            self._unready = {each.rank for each in unready}
+        self._ready.add(process)
+        if message.is_full:
+            self._awaiting_all.append(process)
+        else:
+            self._awaiting[process] = self._unready.intersection(message.ranks) | {process.rank}
+        self._pass(process.rank)
+
+    def leave(self, process: Process) -> None:
+        """Note that a worker is gone."""
+        self._ready.discard(process)
+        self._pass(process.rank)
+
+    def _pass(self, rank: int) -> None:
+        """Wait for that rank no longer."""
+        self._unready.discard(rank)
+        for process in [*self._awaiting]:  # not a tuple of each: the garbage collector counts them
+            (awaited := self._awaiting[process]).discard(rank)
+            if not awaited:
+                del self._awaiting[process]
+                self._members.send((process,), wire.Exited())
+        if not self._unready and self._awaiting_all:
+            ready, self._awaiting_all = self._awaiting_all, []
+            self._members.send(ready, wire.Exited())

@@ -41,8 +41,7 @@ class Place:
     user: str = ""
     password: str = field(default="", repr=False)
     has_tls: bool = False
-    ca: str = ""
-    """File with the certificate of the authority, "" for the public ones."""
+    ca: str = ""  # file with the certificate of the authority, "" for the public ones
     cert: str = ""
     key: str = ""
 

@@ -58,6 +58,7 @@ class EtcdValue:
         self._place.check_files()
         self._cluster = Cluster(self._place)
         self._key = _encode(self._place.key_in_etcd.encode())
+        self._range: Request = {"request_range": {"key": self._key}}
 
     def __str__(self) -> str:
         return str(self._place)
@@ -69,7 +70,8 @@ class EtcdValue:
             OSError: if no member of etcd answers.
             PermissionError: if etcd refuses the user. The other methods raise it too.
         """
-        body, _ = self._cluster.ask("kv/range", {"key": self._key}, _end())
+        end = time.monotonic() + CALL_TIMEOUT
+        body, _ = self._cluster.ask("kv/range", {"key": self._key}, end)
         found = _Found.of(body)
         return found and found.value
 
@@ -81,9 +83,8 @@ class EtcdValue:
                 value is another one now. `new` may have been written, and replaced since. It may
                 even be written later, while the value is `old`.
         """
-        if old is None:
-            return self._create(new, _end())
-        return self._replace(old, new, _end())
+        end = time.monotonic() + CALL_TIMEOUT
+        return self._create(new, end) if old is None else self._replace(old, new, end)
 
     def clear(self, old: bytes) -> None:
         """Remove the value if it is `old`.
@@ -91,13 +92,13 @@ class EtcdValue:
         Raises:
             OSError: if no member of etcd answers. The value may be removed later.
         """
-        end = _end()
+        end = time.monotonic() + CALL_TIMEOUT
         delete = {"request_delete_range": {"key": self._key, "prev_kv": True}}
         body, _ = self._cluster.ask("kv/txn", self._transaction(old, [delete], []), end)
         if body.get("succeeded"):
             [deleted] = body["responses"]
             found = _Found.of({"kvs": deleted["response_delete_range"].get("prev_kvs", ())})
-            self._revoke(found.lease if found else 0, end)
+            self._tell_lease("revoke", found.lease if found else 0, end)
 
     def close(self) -> None:
         """Do nothing: no connection is kept."""
@@ -107,14 +108,14 @@ class EtcdValue:
         lease = int(granted["ID"])
         put = {"request_put": {"key": self._key, "value": _encode(new), "lease": lease}}
         body, is_repeated = self._cluster.ask(
-            "kv/txn", self._transaction(None, [put], [self._range()]), end
+            "kv/txn", self._transaction(None, [put], [self._range]), end
         )
         if body.get("succeeded"):
             return True
         found = _last_range(body)
         if found is not None and found.lease == lease:
             return True  # an attempt without an answer wrote it, and it may have been replaced
-        self._revoke(lease, end)  # an attempt that is still under way fails
+        self._tell_lease("revoke", lease, end)  # an attempt that is still under way fails
         if is_repeated:
             raise self._unknown()
         return False
@@ -122,7 +123,7 @@ class EtcdValue:
     def _replace(self, old: bytes, new: bytes, end: float) -> bool:
         put = {"request_put": {"key": self._key, "value": _encode(new), "ignore_lease": True}}
         body, is_repeated = self._cluster.ask(
-            "kv/txn", self._transaction(old, [put, self._range()], [self._range()]), end
+            "kv/txn", self._transaction(old, [put, self._range], [self._range]), end
         )
         found = _last_range(body)
         # An attempt without an answer may have written it.
@@ -132,7 +133,7 @@ class EtcdValue:
                 raise self._unknown()
             return False
         if found is not None:
-            self._keep_alive(found.lease, end)
+            self._tell_lease("keepalive", found.lease, end)
         return True
 
     def _transaction(
@@ -145,28 +146,16 @@ class EtcdValue:
             compare |= {"target": "VALUE", "value": _encode(old)}
         return {"compare": [compare], "success": success, "failure": failure}
 
-    def _range(self) -> Request:
-        return {"request_range": {"key": self._key}}
-
     def _unknown(self) -> OSError:
         return OSError(
             f"the value may have been written to {self}, and replaced: a member of etcd gave no "
             "answer. Read the value, and try again"
         )
 
-    def _keep_alive(self, lease: int, end: float) -> None:
-        # The value is written. If this fails, the lease lasts since the swap before.
+    def _tell_lease(self, what: str, lease: int, end: float) -> None:
+        # The value is written, or removed. If this fails, the lease ends after its time.
         with contextlib.suppress(OSError):
-            self._cluster.ask("lease/keepalive", {"ID": lease}, end)
-
-    def _revoke(self, lease: int, end: float) -> None:
-        # If this fails, the lease ends after its time.
-        with contextlib.suppress(OSError):
-            self._cluster.ask("lease/revoke", {"ID": lease}, end)
-
-
-def _end() -> float:
-    return time.monotonic() + CALL_TIMEOUT
+            self._cluster.ask(f"lease/{what}", {"ID": lease}, end)
 
 
 def _last_range(body: dict[str, Any]) -> _Found | None:

@@ -23,26 +23,16 @@ ISOLATION_PAUSE = 4.0  # seconds for which one that was cut off lets the others 
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """A directory's record. With TCP at a fixed address rank 0 writes one that it never renews."""
 
-    world: str
-    """Random id of the directory, with which it greets, and name of its abstract Unix socket."""
-    holder: str
-    """Name of the worker that keeps it."""
-    namespace: str = ""
-    """Network namespace in which that socket is reached."""
-    host: str = ""
-    """Address for other namespaces, "" for that of the store."""
-    port: int = 0
-    """Port for other namespaces, 0 if it listens at none."""
-    lease: float = 0.0
-    """Seconds for which it stands without a renewal."""
-    number: int = 0
-    """It grows with each record at this place."""
-    entries: int = 0
-    """Processes that have entered since the start."""
-    joins: int = 0
-    """Those of them that have got a new rank."""
-    is_closed: bool = False
-    """Whether its keeper has left."""
+    world: str  # random id of the directory, which greets with it; name of its abstract Unix socket
+    holder: str  # name of the worker that keeps it
+    namespace: str = ""  # network namespace in which that socket is reached
+    host: str = ""  # address for other namespaces, "" for that of the store
+    port: int = 0  # port for other namespaces, 0 if it listens at none
+    lease: float = 0.0  # seconds for which it stands without a renewal
+    number: int = 0  # it grows with each record at this place
+    entries: int = 0  # processes that have entered since the start
+    joins: int = 0  # those of them that have got a new rank
+    is_closed: bool = False  # whether its keeper has left
 
 
 read_record = reader(Record)
