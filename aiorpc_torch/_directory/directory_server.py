@@ -159,7 +159,9 @@ class DirectoryServer:
         close_on_fork(accepted)
         number = next(self._numbers)
         task = self._loop.create_task(self._talk(number, accepted))
-        self._strangers.add(number, host or _host_of(accepted), task.cancel)
+        if not host and accepted.family != socket.AF_UNIX:
+            host = host_of(accepted)
+        self._strangers.add(number, host, task.cancel)
         self._unregistered[number] = task
         self._tasks.add(task)
         task.add_done_callback(partial(self._end, number, accepted))
@@ -297,10 +299,6 @@ class DirectoryServer:
             else:
                 async with self._write_lock:
                     await run_in_thread(self._claim.clear, "aiorpc-claim")
-
-
-def _host_of(accepted: socket.socket) -> str:
-    return "" if accepted.family == socket.AF_UNIX else host_of(accepted)
 
 
 async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:

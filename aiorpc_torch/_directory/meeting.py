@@ -178,27 +178,26 @@ class Meeting:
         """
         world = secrets.token_hex(16)
         if self._url.scheme == "unix":
-            return Listening(world, [self._retry(lambda: _listen_unix(self._url.netloc))])
+            name = f"aiorpc-{self._url.netloc}"
+            return Listening(world, [self._retry(lambda: listen_unix(name))])
         if self._is_direct:
-            listen = lambda: network.listen(self.host, self._address[1])  # noqa: E731
-            return Listening(world, [self._retry(listen)])
+            at_port = self._retry(lambda: network.listen(self.host, self._address[1]))
+            return Listening(world, [at_port])
         if not self.is_movable:
             self._store = self._retry(self._open_store)
-        sockets = [_listen_unix(world)]
-        try:
-            record = self._record(world, holder, lease, sockets)
+        sockets = [listen_unix(f"aiorpc-{world}")]
+        with contextlib.ExitStack() as undo:
+            undo.callback(_close, sockets)
+            record, claim = self._record(world, holder, lease, sockets), None
             if self._store is not None:
                 self._store.set(_KEY, dump(record).hex())
-                return Listening(world, sockets)
-            value = self._shared_value()  # for the thread of the directory
-            assert value is not None
-            claim = claim_place(value, seen.value, seen.record, record, time.monotonic())
-        except BaseException:
-            _close(sockets)
-            raise
-        if claim is None:
-            _close(sockets)
-            return None
+            else:
+                value = self._shared_value()  # for the thread of the directory
+                assert value is not None
+                claim = claim_place(value, seen.value, seen.record, record, time.monotonic())
+                if claim is None:
+                    return None
+            undo.pop_all()
         return Listening(world, sockets, claim)
 
     def _record(
@@ -250,14 +249,14 @@ class Meeting:
             listening = network.listen(self.host, port)
         except OSError as exc:
             try:  # a server of this process is shared
-                return _torch_store(host, port, is_master=True)
+                return _torch_store(host, port)
             except RuntimeError:
                 raise exc from None
         # torch would listen at all addresses. It closes the descriptor.
         self._listening = listening
         close_on_fork(listening)
         own = listening.getsockname()[0]
-        return _torch_store(own, port, is_master=True, master_listen_fd=listening.fileno())
+        return _torch_store(own, port, master_listen_fd=listening.fileno())
 
     def withdraw(self) -> None:
         """Let go of the store, and of connections, without a wait.
@@ -336,20 +335,14 @@ class Meeting:
                 )
 
 
-def _torch_store(host: str, port: int, *, is_master: bool, **options: Any) -> TCPStore:
-    if not is_master:  # torch's own wait takes up to twice its timeout, and prints frames
-        _connect_tcp((host, port)).close()
+def _torch_store(host: str, port: int, **options: Any) -> TCPStore:
     options |= {"timeout": timedelta(seconds=_CONNECT_TIMEOUT), "wait_for_workers": False}
-    return TCPStore(host, port, None, is_master, multi_tenant=True, **options)
+    return TCPStore(host, port, None, is_master=True, multi_tenant=True, **options)
 
 
 def _close(sockets: list[socket.socket]) -> None:
     for each in sockets:
         each.close()
-
-
-def _listen_unix(name: str) -> socket.socket:
-    return listen_unix(f"aiorpc-{name}")
 
 
 def _connect_tcp(address: tuple[str, int]) -> socket.socket:

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -55,15 +54,16 @@ class FileValue:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = path.with_name(f"{path.name}.lock")
+        self._waiting = f"the file {path} does not answer: check its file system"
 
     def read(self) -> bytes | None:
         """See `SharedValue`. This one and the others raise ValueError if a FIFO is there, say."""
-        with self._blocking():
+        with blocking_on(self._waiting):
             return self._read()
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
         """See `SharedValue`."""
-        with self._blocking(), self._locked():
+        with blocking_on(self._waiting), self._locked():
             if (found := self._read()) != old:
                 if found is None:
                     self._lock.unlink()
@@ -77,7 +77,7 @@ class FileValue:
 
     def clear(self, old: bytes) -> None:
         """See `SharedValue`."""
-        with self._blocking(), self._locked(creates=False) as is_locked:
+        with blocking_on(self._waiting), self._locked(creates=False) as is_locked:
             found = self._read() if is_locked else b""
             if found == old:
                 self._path.unlink()
@@ -86,9 +86,6 @@ class FileValue:
 
     def close(self) -> None:
         """See `SharedValue`."""
-
-    def _blocking(self) -> AbstractContextManager[None]:
-        return blocking_on(f"the file {self._path} does not answer: check its file system")
 
     def _read(self) -> bytes | None:
         try:
@@ -156,11 +153,12 @@ class StoreValue:
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
         """See `SharedValue`."""
-        return self._swap(old, new.hex().encode())
+        was, written = b"" if old is None else old.hex().encode(), new.hex().encode()
+        return self._ask(lambda client: client.swap(self._key, was, written)) == written
 
     def clear(self, old: bytes) -> None:
         """See `SharedValue`."""
-        self._swap(old, b"")
+        self.swap(old, b"")
 
     def close(self) -> None:
         """See `SharedValue`. A call that is under way closes its connection at its end."""
@@ -173,10 +171,6 @@ class StoreValue:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def _swap(self, old: bytes | None, new: bytes) -> bool:
-        was = b"" if old is None else old.hex().encode()
-        return self._ask(lambda client: client.swap(self._key, was, new)) == new
 
     def _ask(self, question: Callable[[StoreClient], bytes | None]) -> bytes | None:
         with self._used:

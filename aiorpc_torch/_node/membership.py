@@ -172,13 +172,11 @@ class Membership:
 
     def _on_leave_message(self, name: str, worker_id: int, what: str, text: str) -> None:
         peer = self._peers.get(name, worker_id)
-        if peer is not None and what == "detached" and text.isdecimal():
+        if what == "detached" and text.isdecimal():
             self.report(peer, Event.DETACH, epoch=int(text))
-        elif peer is not None and what == "failed":
+        elif what == "failed":
             self.report(peer, Event.FAILURE, error_of_close(name, "failed", text))
-        elif peer is not None and (
-            what == "left" or (what == "retires" and not self._peers.is_attached)
-        ):
+        elif what == "left" or (what == "retires" and not self._peers.is_attached):
             self.report(peer, Event.LEAVE)
 
     # ── reports, on the loop ────────────────────────────────────────────────────────────────────
@@ -243,7 +241,9 @@ class Membership:
                     case Duty.TELL if change is not None:
                         self._tell(change)
                     case Duty.FAIL if error is not None:
-                        self._node.fail(peer.name, error)
+                        self._node.pool.on_peer_lost(peer.name, error)
+                        reason = reason_of(error)
+                        self._node.server.sessions.cancel_calls_of(peer.name, reason)
                     case Duty.REPORT if error is not None:
                         self._report_loss(peer, error)
                     case Duty.PING:
@@ -291,17 +291,17 @@ class Membership:
                 self._report_loss(peer, peer.error)
 
     def _report_loss(self, peer: Peer, error: RpcError) -> None:
-        if self._on_loss is not None and peer.failure is not None:
-            self._on_loss(error)
-        elif self._on_loss is not None:
-            self._start(self._report_unless_left(self._on_loss, peer.name, error))
+        if (on_loss := self._on_loss) is None:
+            return
 
-    async def _report_unless_left(
-        self, on_loss: Callable[[RpcError], None], name: str, error: RpcError
-    ) -> None:
-        """Report the loss, unless the peer's block had ended in order before."""
-        if not await self._node.departures.is_done(name):
+        async def report_unless_left() -> None:
+            if not await self._node.departures.is_done(peer.name):  # its block ended in order
+                on_loss(error)
+
+        if peer.failure is not None:
             on_loss(error)
+        else:
+            self._start(report_unless_left())
 
     async def _await_exit(self, peer: Peer, error: RpcError) -> None:
         """Lose a child when its exit code is known; with `error` if it stays unknown."""
@@ -332,7 +332,9 @@ class Membership:
     def _check(self) -> None:
         # First, and the paths last: an exception of one part must not end the watch.
         self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
-        awaited = self._node.awaited()
+        # What something waits for, or whose calls run here.
+        pool, sessions = self._node.pool, self._node.server.sessions
+        awaited = pool.awaited_peers() | sessions.callers()
         if self._peers.is_attached:
             awaited &= self._node.linked()
         now = time.monotonic()
@@ -344,7 +346,8 @@ class Membership:
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
         self._send_again({peer for peer, _ in lost})
-        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
+        pool.check_paths(PATH_TIMEOUT * self._heartbeat)
+        sessions.check_paths(PATH_TIMEOUT * self._heartbeat)
 
     def _send_again(self, lost: set[Peer]) -> None:
         """Let TCP send again soon to peers that are lost now, and to those that are back.
@@ -367,7 +370,8 @@ class Membership:
         return WorkerLost(peer.name, text)
 
     def _ping(self, peer: Peer) -> None:
-        self._node.ping(peer.name)
+        self._node.pool.ping(peer.name)  # the event loops, on each connection
+        self._node.server.sessions.ping(peer.name)
         if peer.is_pinged:
             return
         try:
@@ -430,13 +434,21 @@ class Membership:
         peer = self._peers.peers.get(name)
         return None if peer is None else peer.failure
 
+    async def _until(self, is_so: Callable[[], object]) -> bool:
+        """Wait until something is so; return False if this worker leaves before. On any loop."""
+
+        async def wait() -> bool:
+            while self.is_open:
+                if is_so():
+                    return True
+                await self._changed.wait()
+            return False
+
+        return await await_on(self._loop, wait())
+
     async def wait_until_probed(self, name: str) -> None:
         """Wait for the ping that is under way, if one is. On any loop."""
-        await await_on(self._loop, self._wait_until_probed(name))
-
-    async def _wait_until_probed(self, name: str) -> None:
-        while self.is_open and (peer := self._peers.peers.get(name)) and peer.is_probed:
-            await self._changed.wait()
+        await self._until(lambda: not ((peer := self._peers.peers.get(name)) and peer.is_probed))
 
     async def wait_until_alive(self, name: str, former: int = -1) -> None:
         """Wait until a lost peer has rejoined; return at once if it is not lost. On any loop.
@@ -448,10 +460,8 @@ class Membership:
             WorkerLeft: if it has left in order.
             NotInWorld: once this worker leaves its world.
         """
-        await await_on(self._loop, self._wait_until_alive(name, former))
 
-    async def _wait_until_alive(self, name: str, former: int) -> None:
-        while self.is_open:
+        def is_alive() -> bool:
             peer = self._peers.workers.get(name)
             if peer is None:
                 raise WorkerLost(name, "it is lost for so long that its name is forgotten")
@@ -459,11 +469,10 @@ class Membership:
                 raise WorkerLeft(name)
             if peer.final is not None:
                 raise peer.final
-            is_alive = peer.state is State.ALIVE and not peer.is_probed
-            if is_alive and peer.worker_id != former:
-                return
-            await self._changed.wait()
-        raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
+            return peer.state is State.ALIVE and not peer.is_probed and peer.worker_id != former
+
+        if not await self._until(is_alive):
+            raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
 
     async def wait_for_change(self) -> bool:
         """Wait for the next report of any peer; return False if this worker leaves. On its loop."""
@@ -481,12 +490,8 @@ class Membership:
     async def next_change(self, entry: Entry) -> Entry | None:
         """Wait for the entry after that one; None if this worker leaves before. On any loop."""
         if entry.next is None and not self.log.is_closed:
-            await await_on(self._loop, self._wait_for_change(entry))
+            await self._until(lambda: entry.next is not None or self.log.is_closed)
         return entry.next
-
-    async def _wait_for_change(self, entry: Entry) -> None:
-        while entry.next is None and not self.log.is_closed:
-            await self._changed.wait()
 
 
 async def _ping_once(peer: Peer) -> None:

@@ -14,7 +14,7 @@ from .._aio.places import lines_of_loop
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._endpoint.entry_points import completed_future
-from .._peers.peers import Event, Peer, Peers, reason_of
+from .._peers.peers import Event, Peer, Peers
 from .._port.port import Port
 from .._server.exports import ExportPolicy
 from .._server.server import Server
@@ -165,25 +165,6 @@ class Node:
     def linked(self) -> set[str]:
         """Return the peers with an open connection, in either direction."""
         return self.pool.linked() | self.server.sessions.linked()
-
-    def awaited(self) -> set[str]:
-        """Return the peers that something waits for, or whose calls run here."""
-        return self.pool.awaited_peers() | self.server.sessions.callers()
-
-    def ping(self, peer: str) -> None:
-        """Ask the event loops of a peer for a sign of life, on each connection."""
-        self.pool.ping(peer)
-        self.server.sessions.ping(peer)
-
-    def check_paths(self, timeout: float) -> None:
-        """End the connections whose path has carried nothing for `timeout` seconds."""
-        self.pool.check_paths(timeout)
-        self.server.sessions.check_paths(timeout)
-
-    def fail(self, peer: str, error: RpcError) -> None:
-        """Fail the calls to a lost peer, and cancel its own."""
-        self.pool.on_peer_lost(peer, error)
-        self.server.sessions.cancel_calls_of(peer, reason_of(error))
 
     def end_process(self, peer: Peer, error: RpcError, text: str) -> None:
         """End the connections to a process with `error`, and those from it, which learns `text`."""

@@ -145,34 +145,7 @@ _OF_ATTACHMENT = {Event.ATTACH, Event.DETACH, Event.REFUSE}
 
 
 class Peer:
-    """The record of one process.
-
-    Attributes:
-        member: its addresses and device maps, beside what follows.
-        name: name of its worker.
-        rank: rank of its worker.
-        worker_id: torch's: unlike the rank, it is new for each process.
-        state: changed by `Peers.apply` alone.
-        error: why it is lost, or has ended; None while it is alive.
-        final: why no other process takes its place, None if one may.
-        failure: the failure of its block, as it has told, None if it has not.
-        is_probed: whether it has to answer a ping, or exit, before it counts as alive.
-        probed_since: time of the first look at it after that.
-        is_pinged: whether a ping by torch is under way.
-        has_old_ping: whether it was sent before a connection has ended: then its answer may be too.
-        is_exiting: whether calls wait for its exit code: a loss has to follow.
-        last_heard: time of its last message, which connections write in any thread.
-        attachment: whether it serves, in a world that `init_rpc` has started.
-        epoch: how many times it has attached.
-        refusal: the error of calls to it while it is REFUSED.
-        activity: the last that it has reported of its block.
-        is_done_there: whether its block has ended in order, as the coordinator tells.
-        loss_there: why it is lost for the coordinator, "" if it is not.
-        is_open: whether it takes requests that wait for a goal, if it is the coordinator.
-        introduction: its secrets and addresses for calls from here, once it has told them.
-        credentials: the secrets for calls from there, once it has asked for them.
-        tensor_offer: what it has told of its tensor sockets, None before.
-    """
+    """The record of one process."""
 
     __slots__ = (
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
@@ -183,31 +156,40 @@ class Peer:
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
-        self.member = member
-        self.name, self.rank, self.worker_id = member.name, member.rank, member.worker_id
-        self.state = State.ALIVE
-        self.error: RpcError | None = None
-        self.final: RpcError | None = None
-        self.failure: RpcError | None = None
+        self.member = member  # its addresses and device maps, beside what follows
+        self.name, self.rank = member.name, member.rank  # of its worker
+        self.worker_id = member.worker_id  # torch's: unlike the rank, it is new for each process
         self.is_first = is_first  # it was there when this worker started: it is never forgotten
-        self.is_probed = self.is_pinged = self.has_old_ping = self.is_exiting = False
-        self.probed_since: float | None = None
+        self.state = State.ALIVE  # changed by `Peers.apply` alone
+        self.error: RpcError | None = None  # why it is lost, or has ended; None while it is alive
+        self.final: RpcError | None = None  # why no other process takes its place
+        self.failure: RpcError | None = None  # of its block, as it has told
         self.told: Kind | None = None  # the last change that readers know
-        self.last_heard = float("-inf")
+
+        self.is_probed = False  # it has to answer a ping, or exit, before it counts as alive
+        self.probed_since: float | None = None  # time of the first look at it after that
+        self.is_pinged = False  # a ping by torch is under way
+        self.has_old_ping = False  # from before a connection has ended: its answer may be, too
+        self.is_exiting = False  # calls wait for its exit code: a loss has to follow
+        self.last_heard = float("-inf")  # time of its last message, written in any thread
         self.watched_since: float | None = None  # time from which its silence counts
         self.silent_since: float | None = None  # time of a ping that is not answered
+
+        # In a world that `init_rpc` has started.
         self.attachment = Attachment.UNKNOWN
-        self.epoch = 0
+        self.epoch = 0  # how many times it has attached
         self._has_detached = True  # in this epoch
-        self.refusal: RpcError | None = None
-        self.activity = Activity.ACTIVE
+        self.refusal: RpcError | None = None  # the error of calls to it while it is REFUSED
+
+        self.activity = Activity.ACTIVE  # the last that it has reported of its block
         self._sequence = -1  # of the last report
-        self.is_done_there = False
-        self.loss_there = ""
-        self.is_open = True
-        self.introduction: Introduction | None = None
-        self.credentials: Credentials | None = None
-        self.tensor_offer: tuple[int, str] | None = None
+        self.is_done_there = False  # its block has ended in order, as the coordinator tells
+        self.loss_there = ""  # why it is lost for the coordinator, "" if it is not
+        self.is_open = True  # it takes requests that wait for a goal, if it is the coordinator
+
+        self.introduction: Introduction | None = None  # for calls from here, once it has told it
+        self.credentials: Credentials | None = None  # for calls from there, once it has asked
+        self.tensor_offer: tuple[int, str] | None = None  # of its tensor sockets, once told
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {self.worker_id}: {self.state.name}>"
@@ -258,11 +240,6 @@ class Peer:
         """Record a report of this process, unless it is late."""
         if report.sequence > self._sequence:
             self._sequence, self.activity = report.sequence, report.activity
-
-    def end_serving(self) -> None:
-        """Note that the wait in which it serves is answered: it is active from now on."""
-        if self.activity is Activity.SERVING:
-            self.activity = Activity.ACTIVE
 
     def attach(self, event: Event, epoch: int, error: RpcError | None) -> bool:
         """Note what is reported of its attachment; return whether it has told something new.
