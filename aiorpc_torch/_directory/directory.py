@@ -29,24 +29,16 @@ from .succession import Succession, Survivors
 
 
 class Directory:
-    """The directory of one world. A connection that sends what it must not raises ValueError.
-
-    Args:
-        keeper: name of the worker that keeps it.
-        grace: seconds for which members of a world that runs may come before a new one starts.
-        known: the running world that it takes over, None for a new one.
-        numbers: those of the last directory at the place.
-        world: id of a world that starts here.
-    """
+    """The directory of one world. A connection that sends what it must not raises ValueError."""
 
     def __init__(
         self,
         connections: Connections,
-        keeper: str = "",
-        grace: float = 0.0,
-        known: wire.Known | None = None,
-        numbers: tuple[int, int] = (0, 0),
-        world: str = "",
+        keeper: str = "",  # name of the worker that keeps it
+        grace: float = 0.0,  # seconds in which members of a running world may come
+        known: wire.Known | None = None,  # the running world that it takes over
+        numbers: tuple[int, int] = (0, 0),  # of the last directory at the place
+        world: str = "",  # id of a world that starts here
     ) -> None:
         self._members = Members(connections, keeper, world)
         self._entries = Entries(self._members, numbers)

@@ -56,26 +56,16 @@ class DirectoryServer:
 
     With a `claim` it also ends once another worker has claimed the place. So it does if the place
     is not reached for the lease, or if most members are not connected, perhaps beyond a cut link.
-
-    Args:
-        world: its id.
-        listening: the sockets.
-        claim: its record at a place that can be rewritten, None for a fixed address.
-        silence: seconds after which a connection ends that acknowledges nothing.
-        keeper, grace, known: as for `Directory`.
-
-    Attributes:
-        is_isolated: whether it has ended since most members were not connected.
     """
 
     def __init__(
         self,
         world: str,
         listening: Sequence[socket.socket],
-        claim: Claim | None = None,
+        claim: Claim | None = None,  # its record at a place that can be rewritten
         *,
-        silence: float = MIN_LEASE,
-        keeper: str = "",
+        silence: float = MIN_LEASE,  # seconds until a connection ends that acknowledges nothing
+        keeper: str = "",  # this and the others: see `Directory`
         grace: float = 0.0,
         known: Known | None = None,
     ) -> None:
@@ -93,7 +83,7 @@ class DirectoryServer:
         self._thread = LoopThread("aiorpc-directory", self._serve)
         self._loop = self._thread.loop
         self._write_lock = asyncio.Lock()
-        self.is_isolated = False
+        self.is_isolated = False  # it has ended, since most members were not connected
         numbers = (0, 0) if claim is None else claim.numbers
         self._directory = Directory(self, keeper, grace, known, numbers, world)
         self._thread.start()

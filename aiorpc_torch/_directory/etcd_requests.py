@@ -69,16 +69,10 @@ class Cluster:
         self._token_end = 0.0
 
     def ask(self, path: str, request: Request, end: float) -> Answer:
-        """Send a request, and return its answer.
+        """Send the arguments of a method, whose path is behind "/v3/"; return the answer by `end`.
 
-        Args:
-            path: Path of the method, behind "/v3/".
-            request: Arguments of the method.
-            end: Time of `time.monotonic()` at which to give up.
-
-        Raises:
-            OSError: if no member answers; the request may have run.
-            PermissionError: if etcd refuses the user.
+        Raises OSError if no member answers; the request may have run. Raises PermissionError if
+        etcd refuses the user.
         """
         failures: dict[Member, str] = {}
         members, is_repeated, may_pass = self._place.members, False, True
@@ -242,10 +236,8 @@ def _transport_failure(exc: BaseException, place: Place) -> _Failure:
 
 
 def _etcd_failure(text: str, place: Place) -> _Failure:
-    """Return the failure for the text of an error of etcd.
-
-    Raises:
-        PermissionError: if etcd refuses the user: every member would.
+    """Return the failure for the text of an error of etcd. Raises PermissionError if etcd refuses
+    the user: every member would.
     """
     try:
         body = json.loads(text)

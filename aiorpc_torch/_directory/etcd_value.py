@@ -44,12 +44,8 @@ class EtcdValue:
 
     A member that is silent for `ATTEMPT_TIMEOUT` seconds is passed over, and the next one is asked.
 
-    Args:
-        url: The URL.
-
-    Raises:
-        ValueError: if the URL is malformed, or if a file in it cannot be used.
-        ImportError: without the extra `etcd`.
+    Raises ValueError if the URL is malformed, or if a file in it cannot be used, ImportError
+    without the extra `etcd`.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,11 +60,9 @@ class EtcdValue:
         return str(self._place)
 
     def read(self) -> bytes | None:
-        """Return the value, None if there is none. The read is linearizable.
-
-        Raises:
-            OSError: if no member of etcd answers.
-            PermissionError: if etcd refuses the user. The other methods raise it too.
+        """Return the value, None if there is none. The read is linearizable. Raises OSError if no
+        member of etcd answers, PermissionError if etcd refuses the user. The other methods raise it
+        too.
         """
         end = time.monotonic() + CALL_TIMEOUT
         body, _ = self._cluster.ask("kv/range", {"key": self._key}, end)
@@ -77,20 +71,16 @@ class EtcdValue:
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
         """Write `new` if the value is `old`, None for no value; return whether it was written.
-
-        Raises:
-            OSError: if the outcome is unknown: no member answers, or one gave no answer and the
-                value is another one now. `new` may have been written, and replaced since. It may
-                even be written later, while the value is `old`.
+        Raises OSError if the outcome is unknown: no member answers, or one gave no answer and the
+        value is another one now. `new` may have been written, and replaced since. It may even be
+        written later, while the value is `old`.
         """
         end = time.monotonic() + CALL_TIMEOUT
         return self._create(new, end) if old is None else self._replace(old, new, end)
 
     def clear(self, old: bytes) -> None:
-        """Remove the value if it is `old`.
-
-        Raises:
-            OSError: if no member of etcd answers. The value may be removed later.
+        """Remove the value if it is `old`. Raises OSError if no member of etcd answers. The value
+        may be removed later.
         """
         end = time.monotonic() + CALL_TIMEOUT
         delete = {"request_delete_range": {"key": self._key, "prev_kv": True}}

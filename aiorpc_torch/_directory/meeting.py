@@ -78,17 +78,13 @@ class Listening(NamedTuple):
 class Meeting:
     """The place of `init_method`. Most methods may block without end (`blocking_on`).
 
-    Args:
-        init_method: the URL, or `env://` for MASTER_ADDR and MASTER_PORT. That of etcd needs its
-            extra: an ImportError says so.
-        interface: rank 0's network interface, if it is known.
-
-    Attributes:
-        port: where rank 0's directory is reached, if each worker has one port. A fixed address
-            and a Unix socket stay what they are.
+    That is a URL, or `env://` for MASTER_ADDR and MASTER_PORT. One of etcd needs its extra: an
+    ImportError says so. `interface` is that of rank 0, if it is known.
     """
 
     def __init__(self, init_method: str, interface: str | None = None) -> None:
+        # Where rank 0's directory is reached, if each worker has one port. A fixed address and a
+        # Unix socket stay what they are.
         self.port: Port | None = None
         self._url = urlparse("etcd:" if is_etcd_url(init_method) else init_method)
         self._init_method = init_method
@@ -168,13 +164,8 @@ class Meeting:
     def listen(self, holder: str, lease: float = 0.0, seen: Seen = _NOTHING) -> Listening | None:
         """Return the sockets of a new directory; None if another one was quicker.
 
-        Args:
-            holder: name of the worker that keeps it.
-            lease: seconds for which its record stands, if the place can be rewritten.
-            seen: what is there.
-
-        Raises:
-            OSError: if another program has the address.
+        The worker `holder` keeps it. If the place can be rewritten, `seen` is there, and the record
+        stands for `lease` seconds. Raises OSError if another program has the address.
         """
         world = secrets.token_hex(16)
         if self._url.scheme == "unix":
@@ -239,10 +230,8 @@ class Meeting:
             time.sleep(RETRY_INTERVAL)
 
     def _open_store(self) -> TCPStore:
-        """Return a store at the address, with its server in this process.
-
-        Raises:
-            OSError: if another process has the address.
+        """Return a store at the address, with its server in this process. Raises OSError if another
+        process has the address.
         """
         host, port = self._address
         try:
@@ -272,11 +261,8 @@ class Meeting:
     # ── the others ──────────────────────────────────────────────────────────────────────────────
 
     def look(self) -> Seen:
-        """Return the record at the place.
-
-        Raises:
-            OSError: if the place is not reached.
-            NoDirectoryError: if another program listens there.
+        """Return the record at the place. Raises OSError if the place is not reached,
+        NoDirectoryError if another program listens there.
         """
         assert self._value is not None
         try:
@@ -295,11 +281,8 @@ class Meeting:
         self._value.clear(seen.value)
 
     def connect(self) -> Connected:
-        """Return a connection to the directory.
-
-        Raises:
-            OSError: if no directory listens.
-            NoDirectoryError: if another program does.
+        """Return a connection to the directory. Raises OSError if no directory listens,
+        NoDirectoryError if another program does.
         """
         if self._url.scheme == "unix":
             return Connected("", [_connect_unix(self._url.netloc)])

@@ -59,19 +59,12 @@ class Watch:
         self,
         record: Record | None,
         now: float,
-        before: int,
+        before: int,  # number of the workers that are to claim it rather
         *,
-        is_dead: bool,
-        was_isolated: bool = False,
+        is_dead: bool,  # the process that has written the record is known to be dead
+        was_isolated: bool = False,  # the directory here has ended: most were beyond a cut, perhaps
     ) -> bool:
-        """Return whether the place may be claimed: a swap decides.
-
-        Args:
-            before: number of the workers that are to claim it rather.
-            is_dead: whether the process that has written the record is known to be dead.
-            was_isolated: whether this worker has closed its directory since most members were not
-                connected: they may be alive, beyond a cut.
-        """
+        """Return whether the place may be claimed: a swap decides."""
         has_ended = record is None or record.is_closed or is_dead
         lease = 0.0 if has_ended or record is None else record.lease
         pause = max(before * STAGGER, ISOLATION_PAUSE if was_isolated else 0.0)
@@ -81,19 +74,13 @@ class Watch:
 class Claim:
     """The record of a directory as its keeper renews it. Methods block; one at a time.
 
-    Args:
-        value: that of the place, which is `written`.
-        record: what was written.
-        now: time before it was written.
-
-    Attributes:
-        end: time until which no other worker can have claimed the place.
+    It is made once `record` was `written` as the value of the place, at the time `now` or later.
     """
 
     def __init__(self, value: SharedValue, record: Record, written: bytes, now: float) -> None:
         self._value, self._record = value, record
         self._written = [written]  # and after it those of which it is not known
-        self.end = now + record.lease
+        self.end = now + record.lease  # until then no other worker can have claimed the place
         self.lease = record.lease
 
     @property
@@ -107,9 +94,7 @@ class Claim:
 
     def renew(self, now: float, entries: int, joins: int, *, is_closed: bool = False) -> bool:
         """Renew the record, with these numbers; return False if another worker has the place.
-
-        Raises:
-            OSError: if the place is not reached.
+        Raises OSError if the place is not reached.
         """
         number = self._record.number + 1
         record = msgspec.structs.replace(

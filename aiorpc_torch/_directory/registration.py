@@ -25,10 +25,8 @@ def check_worker_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's description of itself, the first that it sends to the directory.
-
-    Raises:
-        ValueError: for an invalid name.
+    """A worker's description of itself, the first that it sends to the directory. Raises ValueError
+    for an invalid name.
     """
 
     name: str

@@ -35,10 +35,8 @@ class SharedValue(Protocol):
         """Return the value, None if there is none. Raises OSError if the place is not reached."""
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """Write `new` if the value is `old`; return whether it was.
-
-        Raises:
-            OSError: if the place is not reached. The value may have been written.
+        """Write `new` if the value is `old`; return whether it was. Raises OSError if the place is
+        not reached. The value may have been written.
         """
 
     def clear(self, old: bytes) -> None:

@@ -60,12 +60,7 @@ class View:
             self.joins = max(self.joins, entered.rank - entered.world_size + 1)
 
     def known(self, lost: Iterable[str], left: Iterable[str] = ()) -> Known:
-        """Return what a directory has to know.
-
-        Args:
-            lost: members that this one has lost.
-            left: those that have told this one that they leave.
-        """
+        """Return what a directory has to know: and who is lost, or has told of its leave."""
         members, leaving = [*self._members.values()], [*{**self._leaving, **dict.fromkeys(left)}]
         numbers = self.entries, self.joins, self._first_ids
         return Known(*numbers, members, leaving, [*lost], self.world)

@@ -38,21 +38,14 @@ T = TypeVar("T")
 
 
 class Attachments:
-    """The messages of one process's attachment, and of its peers'. `Holding` for its calls.
-
-    Args:
-        members: the workers of torch's world.
-        membership: hears what the peers tell.
-        timeout: seconds for which a call to a peer that is not attached is held.
-        on_device_map: is called on the loop with each peer that attaches, and its device map for
-            this process if it has one.
-    """
+    """The messages of one process's attachment, and of its peers'. `Holding` for its calls."""
 
     def __init__(
         self,
-        members: Peers,
-        membership: "Membership",
-        timeout: float,
+        members: Peers,  # the workers of torch's world
+        membership: "Membership",  # hears what the peers tell
+        timeout: float,  # seconds for which a call to a peer that is not attached is held
+        # Called on the loop with each peer that attaches and has a device map for this process.
         on_device_map: Callable[[str, Mapping[str, str]], None],
     ) -> None:
         self.timeout = timeout
@@ -84,12 +77,9 @@ class Attachments:
         return found is not None and found.attachment is not Attachment.ATTACHED
 
     async def wait_until_serving(self, peer: Peer) -> int:
-        """Wait until a peer is attached; return how many times it has attached.
-
-        Raises:
-            WorkerUnreachable: if it does not have this package.
-            NotInWorld: if torch's RPC has ended here.
-            WorkerLost: if torch does not reach it.
+        """Wait until a peer is attached; return how many times it has attached. Raises
+        WorkerUnreachable if it does not have this package, NotInWorld if torch's RPC has ended
+        here, WorkerLost if torch does not reach it.
         """
         # The usual case, in the caller's own loop: that of `attach` may be blocked.
         is_serving = peer.attachment is Attachment.ATTACHED and not peer.has_left
@@ -113,9 +103,7 @@ class Attachments:
 
     async def on_refused(self, peer: Peer, epoch: int) -> None:
         """Note that a peer has refused a connection in its `epoch`: it leaves. On any event loop.
-
-        Raises:
-            NotInWorld: if this process leaves.
+        Raises NotInWorld if this process leaves.
         """
         await self._on_loop(self._on_refused(peer, epoch))
 

@@ -79,34 +79,24 @@ Children = Mapping[str, Child]
 
 
 class Membership:
-    """The membership of one world, on the loop that created it, from `start` to `close`.
-
-    Args:
-        peers: the records. In a world that `init_rpc` has started, silence counts on open
-            connections only.
-        heartbeat: seconds of silence after which a peer is lost.
-        node: this worker, with its connections.
-        children: those of the peers that are child processes, by name.
-    """
+    """The membership of one world, on the loop that created it, from `start` to `close`."""
 
     def __init__(
         self,
         peers: Peers,
-        heartbeat: float,
-        node: "Node",
+        heartbeat: float,  # seconds of silence after which a peer is lost
+        node: "Node",  # this worker, with its connections
         children: Children | None = None,
     ) -> None:
         self.log = ChangeLog()
-        self.agent: Agent | None = None
-        """Learns of the processes that enter, and of those that are forgotten."""
+        self.agent: Agent | None = None  # learns of processes that enter, or are forgotten
         self._peers = peers
         self._heartbeat = heartbeat
         self._node = node
         self._children = {} if children is None else children
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
-        self.is_open = True
-        """Whether reports are heard: until `close`."""
+        self.is_open = True  # reports are heard: until `close`
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -335,7 +325,7 @@ class Membership:
         # What something waits for, or whose calls run here.
         pool, sessions = self._node.pool, self._node.server.sessions
         awaited = pool.awaited_peers() | sessions.callers()
-        if self._peers.is_attached:
+        if self._peers.is_attached:  # silence counts on open connections only
             awaited &= self._node.linked()
         now = time.monotonic()
         if self._peers.end_answered_probes(now):
@@ -453,12 +443,8 @@ class Membership:
     async def wait_until_alive(self, name: str, former: int = -1) -> None:
         """Wait until a lost peer has rejoined; return at once if it is not lost. On any loop.
 
-        The process with the worker id `former` does not count.
-
-        Raises:
-            WorkerLost: if it will not rejoin.
-            WorkerLeft: if it has left in order.
-            NotInWorld: once this worker leaves its world.
+        The process with the worker id `former` does not count. Raises WorkerLost if it will not
+        rejoin, WorkerLeft if it has left in order, NotInWorld once this worker leaves its world.
         """
 
         def is_alive() -> bool:

@@ -46,21 +46,14 @@ class Node:
 
     `worker` and `attach` make it the current node of the process, then start it. Until then it
     holds what peers send by torch RPC.
-
-    Args:
-        members: the workers of the world; `worker` learns them once torch's RPC has started. There
-            is no coordinator if `init_rpc` has started it.
-        config: the options of this worker.
-        children: as for `Membership`.
-        introductions: open the connections to peers (default: by torch RPC).
     """
 
     def __init__(
         self,
-        members: Peers,
+        members: Peers,  # the workers; `worker` learns them once torch's RPC has started
         config: NodeConfig,
         children: Children | None = None,
-        introductions: Introductions | None = None,
+        introductions: Introductions | None = None,  # open the connections (default: by torch RPC)
     ) -> None:
         self.members = members
         self.membership = Membership(members, config.heartbeat, self, children)
@@ -75,11 +68,11 @@ class Node:
         self.server = Server(members, self.membership, config.threads, exports, question)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
+        has_coordinator = not members.is_attached  # none if `init_rpc` has started the world
         self.departures = Departures(
-            members, self.pool, self.linked, self.membership.probe, not members.is_attached
+            members, self.pool, self.linked, self.membership.probe, has_coordinator
         )
-        self.leaves_alone = False
-        """Whether this worker's exit does not wait for its peers, which go on."""
+        self.leaves_alone = False  # this worker's exit does not wait for its peers, which go on
         self.registry = Registry(members, self.server.names, self.membership.wait_until_alive)
         self.loop, self._loop_thread = asyncio.get_running_loop(), get_ident()
         self.manager: Any = None
@@ -87,19 +80,12 @@ class Node:
 
     def start(
         self,
-        host: str | None,
-        workers: Iterable[PeerInfo] = (),
-        agent: Agent | None = None,
-        port: Port | None = None,
+        host: str | None,  # address for peers in other network namespaces, None if there are none
+        workers: Iterable[PeerInfo] = (),  # the members, unless they were known before
+        agent: Agent | None = None,  # learns of replacement processes
+        port: Port | None = None,  # takes the place of a port of `host`
     ) -> None:
-        """Call, watch and serve the peers: all members are known.
-
-        Args:
-            host: address for peers in other network namespaces, None if there are none.
-            workers: the members, unless they were known before.
-            agent: learns of replacement processes.
-            port: takes the place of a port of `host`.
-        """
+        """Call, watch and serve the peers: all members are known."""
         for worker in workers:
             self.members.admit(worker, is_first=True, is_known=True)
         if self.attachments is not None:
@@ -173,7 +159,7 @@ class Node:
 
     def end_changes(self) -> None:
         """End the readers' waits, and tell peers of no more names: this worker leaves."""
-        self.membership.log.close()
+        self.membership.log.is_closed = True
         self.membership.wake()
         self.registry.close()
 

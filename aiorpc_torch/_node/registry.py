@@ -31,19 +31,13 @@ UNREACHED_PAUSE = 0.2  # seconds before a peer that could not be reached is call
 
 
 class Registry:
-    """The registered names of one world, as one worker sees and tells them. On the node's loop.
-
-    Args:
-        members: the workers of the world.
-        table: the objects of this worker.
-        wait_until_alive: waits for a lost peer.
-    """
+    """The registered names of one world, as one worker sees and tells them. On the node's loop."""
 
     def __init__(
         self,
         members: Peers,
-        table: NameTable,
-        wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],
+        table: NameTable,  # the objects of this worker
+        wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],  # waits for a lost peer
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_closed = False

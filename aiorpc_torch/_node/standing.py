@@ -40,11 +40,7 @@ MAX_ANSWERING = 16  # questions that are answered at a time
 
 
 class Answers:
-    """The answers of one worker. On the loop that serves.
-
-    Args:
-        worker: the worker.
-    """
+    """The answers of one worker. On the loop that serves."""
 
     def __init__(self, worker: "Node") -> None:
         self._worker = worker
@@ -80,13 +76,7 @@ class Answers:
 
 
 class Tracing:
-    """The calls of one answer, and those that they wait for, over workers.
-
-    Args:
-        view: the calls that run here.
-        outgoing: the pending calls of this process.
-        worker: name of this worker.
-    """
+    """The calls of one answer, which run here, and those that they wait for, over workers."""
 
     def __init__(self, view: View, outgoing: Sequence[Outgoing], worker: str) -> None:
         self._view, self._worker, self._outgoing = view, worker, outgoing

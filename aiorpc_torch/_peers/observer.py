@@ -41,10 +41,6 @@ class PeerObserver(Protocol):
         """
 
     async def wait_until_alive(self, peer: str) -> None:
-        """Wait until a lost peer has rejoined. From any loop.
-
-        Raises:
-            WorkerLost: if it will not.
-            WorkerLeft: if it has left in order.
-            NotInWorld: once this worker leaves its world.
+        """Wait until a lost peer has rejoined. From any loop. Raises WorkerLost if it will not,
+        WorkerLeft if it has left in order, NotInWorld once this worker leaves its world.
         """

@@ -276,30 +276,20 @@ class Peers:
     """The workers of one world, as one of them knows them.
 
     It is empty until the world is complete. One thread changes it; any thread may read it.
-
-    Args:
-        name: this worker.
-        members: the workers that are there from the start.
-        is_attached: whether `init_rpc` has started the world. Then workers attach and detach,
-            without a change of their state.
-
-    Attributes:
-        name: this worker.
-        workers: every worker by its name, and by its rank; this one too, which is always alive.
-        peers: the others by name.
-        coordinator: the worker that keeps the directory, as far as this one knows.
-        restarts: how often the process of this worker was started again.
     """
 
     def __init__(
         self, name: str, members: Iterable["PeerInfo"] = (), *, is_attached: bool = False
     ) -> None:
-        self.name = name
+        self.name = name  # of this worker
+        # Every worker by its name, and by its rank; this one too, which is always alive.
         self.workers: dict[str | int, Peer] = {}
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, Peer] = {}  # the others
+        # Whether `init_rpc` has started the world. Then workers attach and detach, without a change
+        # of their state.
         self.is_attached = is_attached
-        self.coordinator = ""
-        self.restarts = 0
+        self.coordinator = ""  # the worker that keeps the directory, as far as this one knows
+        self.restarts = 0  # how often the process of this worker was started again
         self._gone: deque[Peer] = deque()
         self._last_check = float("-inf")
         for member in members:
@@ -349,11 +339,8 @@ class Peers:
         )
 
     def check(self, caller: Party) -> Peer:
-        """Return the record of a caller, which is a current worker.
-
-        Raises:
-            ValueError: if no worker has that name.
-            NotInWorld: if another process has replaced the caller.
+        """Return the record of a caller, which is a current worker. Raises ValueError if no worker
+        has that name, NotInWorld if another process has replaced the caller.
         """
         if caller.name not in self.workers:
             raise ValueError(f"no worker {caller.name!r} in this world")
@@ -432,12 +419,10 @@ class Peers:
     ) -> list[Effect]:
         """Change the state of a peer; return what has to be done.
 
-        Args:
-            peer: its record; nothing follows for a process that was replaced, or for this one.
-            error: the reason of CUT, EXIT, LOSS, FAILURE, ABANDON, REFUSE and LEAVE_GROUP.
-            epoch: how many times it has attached, for ATTACH and DETACH.
+        `error` is the reason of CUT, EXIT, LOSS, FAILURE, ABANDON, REFUSE and LEAVE_GROUP. `epoch`
+        is how many times it has attached, for ATTACH and DETACH.
         """
-        if self.peers.get(peer.name) is not peer:
+        if self.peers.get(peer.name) is not peer:  # it was replaced, or is this process
             return []
         if event in _OF_ATTACHMENT and not peer.attach(event, epoch, error):
             return []
