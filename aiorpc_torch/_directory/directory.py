@@ -108,7 +108,12 @@ class Directory:
             return
         match message:
             case wire.Publish():
-                self._publish(process, message)
+                if process.worker_id < 0 or process.member is not None:
+                    raise ValueError("not the time for an address")
+                if self._entries.is_entering(process):
+                    self._entries.publish(process, message)
+                elif self._members.has(process):  # else it was refused meanwhile
+                    self._start.publish(process, message)
             case wire.Confirm(unreachable, text):
                 self._start.confirm(process, unreachable, text)
             case wire.GiveUp(when):
@@ -222,14 +227,6 @@ class Directory:
                 self._members.connections.close_connection(connection)
                 self.gone(connection)
         self._succession.end_if_complete()
-
-    def _publish(self, process: Process, message: wire.Publish) -> None:
-        if process.worker_id < 0 or process.member is not None:
-            raise ValueError("not the time for an address")
-        if self._entries.is_entering(process):
-            self._entries.publish(process, message)
-        elif self._members.has(process):  # else it was refused meanwhile
-            self._start.publish(process, message)
 
 
 class ExitBarrier:

@@ -24,17 +24,9 @@ from .._aio.silence import end_when_silent, retry_soon
 from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import is_same_user
 from .._port.strangers import Strangers, host_of
+from . import directory_messages as wire
 from .directory import Directory
-from .directory_messages import (
-    Failed,
-    FromWorker,
-    Known,
-    Recall,
-    Register,
-    Resume,
-    ToWorker,
-    read_from_worker,
-)
+from .directory_messages import FromWorker, ToWorker
 from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
 from .record import MIN_LEASE, Claim
 
@@ -67,7 +59,7 @@ class DirectoryServer:
         silence: float = MIN_LEASE,  # seconds until a connection ends that acknowledges nothing
         keeper: str = "",  # this and the others: see `Directory`
         grace: float = 0.0,
-        known: Known | None = None,
+        known: wire.Known | None = None,
     ) -> None:
         self._world = world
         self._listening = listening
@@ -102,7 +94,12 @@ class DirectoryServer:
         self._accepted.append((connected, host))
         if len(self._accepted) > MAX_WAITING and (oldest := self._next_accepted()) is not None:
             oldest[0].close()
-        call_soon(self._loop, self._take_accepted)
+
+        def take() -> None:
+            if (found := self._next_accepted()) is not None:
+                self._start(*found)
+
+        call_soon(self._loop, take)
 
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
@@ -141,10 +138,6 @@ class DirectoryServer:
         except IndexError:  # the other thread may have taken the last one
             return None
 
-    def _take_accepted(self) -> None:
-        if (found := self._next_accepted()) is not None:
-            self._start(*found)
-
     def _start(self, accepted: socket.socket, host: str = "") -> None:
         close_on_fork(accepted)
         number = next(self._numbers)
@@ -168,7 +161,7 @@ class DirectoryServer:
         """Receive from a connection until it ends, or sends what it must not."""
         if accepted.family == socket.AF_UNIX and not is_same_user(accepted):
             return
-        stream = await open_stream(accepted, read_from_worker, MAX_REQUEST)
+        stream = await open_stream(accepted, wire.read_from_worker, MAX_REQUEST)
         if accepted.family != socket.AF_UNIX:
             # A link that is cut. Not a member whose event loop is blocked, or that is frozen.
             end_when_silent(accepted, self._silence)
@@ -181,7 +174,7 @@ class DirectoryServer:
                 message: FromWorker = await _first_message(stream)
             self._unregistered.pop(number, None)
             self._streams[number] = stream
-            if isinstance(message, Register):
+            if isinstance(message, wire.Register):
                 log.info("%s has registered", message.registration)
             while number in self._streams:  # else it was closed meanwhile
                 self._directory.receive(number, message)
@@ -209,7 +202,7 @@ class DirectoryServer:
         data = encode(message)
         for number in connections:
             if (stream := self._streams.get(number)) is not None:
-                if isinstance(message, Recall):
+                if isinstance(message, wire.Recall):
                     stream.limit = MAX_KNOWN
                 if stream.unsent <= MAX_UNSENT:
                     stream.write(data)
@@ -231,15 +224,16 @@ class DirectoryServer:
         if self._claim is None:
             step()
             return
-        task = self._loop.create_task(self._record(step))
+
+        async def write_first() -> None:
+            if await self._write():
+                step()
+
+        task = self._loop.create_task(write_first())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # ── the place ───────────────────────────────────────────────────────────────────────────────
-
-    async def _record(self, step: Callable[[], None]) -> None:
-        if await self._write():
-            step()
 
     async def _renew(self) -> None:
         """Wait until this server is closed. Renew the claim until then."""
@@ -291,7 +285,7 @@ class DirectoryServer:
                     await run_in_thread(self._claim.clear, "aiorpc-claim")
 
 
-async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:
+async def _first_message(stream: Stream[FromWorker]) -> wire.Register | wire.Resume:
     """Wait for the first message of a worker; refuse one that cannot be read.
 
     Without the refusal the worker would connect again, until its timeout.
@@ -300,8 +294,9 @@ async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:
         message = await stream.receive()
     except ValueError as exc:
         remedy = "every worker must run the same version of aiorpc_torch"
-        stream.send(Failed(f"rank 0 cannot read the registration of this worker: {exc}; {remedy}"))
+        text = f"rank 0 cannot read the registration of this worker: {exc}; {remedy}"
+        stream.send(wire.Failed(text))
         raise
-    if not isinstance(message, Register | Resume):
+    if not isinstance(message, wire.Register | wire.Resume):
         raise ValueError("a connection must register first")
     return message

@@ -12,7 +12,7 @@ import json
 import ssl
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._aio.awaited import blocking_on
 from .._aio.threads import ThreadCache
@@ -52,13 +52,6 @@ class _Failure(Exception):
         self.may_pass = may_pass
 
 
-class Answer(NamedTuple):
-    """The answer to a request."""
-
-    body: dict[str, Any]
-    is_repeated: bool  # whether an earlier attempt may have run, or will
-
-
 class Cluster:
     """The members of etcd: a request goes to one after the other, until one answers."""
 
@@ -68,11 +61,11 @@ class Cluster:
         self._token: str | None = None
         self._token_end = 0.0
 
-    def ask(self, path: str, request: Request, end: float) -> Answer:
-        """Send the arguments of a method, whose path is behind "/v3/"; return the answer by `end`.
+    def ask(self, path: str, request: Request, end: float) -> tuple[dict[str, Any], bool]:
+        """Send the arguments of a method, whose path is behind "/v3/", until `end`.
 
-        Raises OSError if no member answers; the request may have run. Raises PermissionError if
-        etcd refuses the user.
+        Return the answer, and whether an earlier attempt may have run, or will. Raises OSError if
+        no member answers; the request may have run. Raises PermissionError if it refuses the user.
         """
         failures: dict[Member, str] = {}
         members, is_repeated, may_pass = self._place.members, False, True
@@ -80,7 +73,8 @@ class Cluster:
             may_pass, first = False, members.index(self._answered)
             for member in (*members[first:], *members[:first]):
                 if (left := end - time.monotonic()) <= 0:
-                    raise self._not_reached(failures)
+                    may_pass = False
+                    break
                 try:
                     with blocking_on(f"etcd at {member} does not answer: check that it runs"):
                         body = self._attempt(member, path, request, min(left, ATTEMPT_TIMEOUT))
@@ -90,14 +84,11 @@ class Cluster:
                     may_pass |= exc.may_pass
                 else:
                     self._answered = member
-                    return Answer(body, is_repeated)
+                    return body, is_repeated
             if may_pass:
                 time.sleep(ROUND_PAUSE)
-        raise self._not_reached(failures)
-
-    def _not_reached(self, failures: dict[Member, str]) -> OSError:
         found = "; ".join(f"{member}: {text}" for member, text in failures.items())
-        return OSError(
+        raise OSError(
             f"no answer from etcd for {self._place}: {found or 'no time was left'}. Check that "
             "most of its members run, and their addresses"
         )
@@ -148,14 +139,6 @@ class Cluster:
             # does not know, some etcds close the connection. (etcd's issues 15256 and 20332)
             self._token = None
             raise
-
-
-def require_extra() -> None:
-    """Raise ImportError if the extra `etcd` is not installed."""
-    try:
-        import etcd3gw  # noqa: F401
-    except ImportError as exc:
-        raise ImportError(f"an etcd:// URL needs etcd3gw: {EXTRA}") from exc
 
 
 def _post(

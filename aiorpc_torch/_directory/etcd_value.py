@@ -11,7 +11,7 @@ import time
 from typing import Any, NamedTuple
 
 from .etcd_place import Place
-from .etcd_requests import Cluster, Request, require_extra
+from .etcd_requests import EXTRA, Cluster, Request
 
 CALL_TIMEOUT = 5.0  # seconds for a call: over two elections of etcd's default settings
 LEASE_TTL = 600  # seconds after the last swap until etcd removes the key
@@ -50,7 +50,10 @@ class EtcdValue:
 
     def __init__(self, url: str) -> None:
         self._place = Place.parse(url)
-        require_extra()
+        try:
+            import etcd3gw  # noqa: F401
+        except ImportError as exc:
+            raise ImportError(f"an etcd:// URL needs etcd3gw: {EXTRA}") from exc
         self._place.check_files()
         self._cluster = Cluster(self._place)
         self._key = _encode(self._place.key_in_etcd.encode())

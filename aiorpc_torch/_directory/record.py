@@ -65,8 +65,7 @@ class Watch:
         was_isolated: bool = False,  # the directory here has ended: most were beyond a cut, perhaps
     ) -> bool:
         """Return whether the place may be claimed: a swap decides."""
-        has_ended = record is None or record.is_closed or is_dead
-        lease = 0.0 if has_ended or record is None else record.lease
+        lease = 0.0 if record is None or record.is_closed or is_dead else record.lease
         pause = max(before * STAGGER, ISOLATION_PAUSE if was_isolated else 0.0)
         return now - self._since >= lease + pause
 

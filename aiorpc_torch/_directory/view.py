@@ -38,13 +38,10 @@ class View:
             case wire.Left(name, worker_id):
                 known = self._members.get(name)
                 if known is not None and known.worker_id == worker_id:
-                    self._leave(name)
-
-    def _leave(self, name: str) -> None:
-        self._leaving[name] = None
-        if len(self._leaving) > MAX_LEAVING:  # a world of a week has thousands
-            oldest = next(iter(self._leaving))
-            del self._leaving[oldest], self._members[oldest]
+                    self._leaving[name] = None
+                if len(self._leaving) > MAX_LEAVING:  # a world of a week has thousands
+                    oldest = next(iter(self._leaving))
+                    del self._leaving[oldest], self._members[oldest]
 
     def _add(self, member: Member) -> None:
         own = member.registration

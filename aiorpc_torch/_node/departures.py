@@ -79,7 +79,6 @@ class Departures:
     pool: ConnectionPool
     linked: Callable[[], set[str]]  # returns the peers with an open connection
     probe: Callable[[str], None]  # asks whether a peer lives
-    has_coordinator: bool  # whether the worker that keeps the directory is one
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -94,8 +93,8 @@ class Departures:
 
     @property
     def coordinator(self) -> str | None:
-        """Return the name of the coordinator, None without one."""
-        return self.members.coordinator if self.has_coordinator else None
+        """Return the name of the coordinator, None without one: `init_rpc` started the world."""
+        return None if self.members.is_attached else self.members.coordinator
 
     def move(self, coordinator: str) -> None:
         """Let another worker be the coordinator. All that wait ask there, with what they do."""

@@ -139,11 +139,7 @@ class Membership:
         self.report(peer, Event.ANSWER)
 
     def on_disconnect(self, name: str, worker_id: int, error: RpcError) -> RpcError | None:
-        """Probe a process whose connection ended without a leave message.
-
-        Return the error of the calls of that connection. None if the process is a child of this
-        one that has ended or ends now: its loss, which follows, has the reason.
-        """
+        """Probe a process whose connection ended without a leave message; see `PeerObserver`."""
         peer = self._peers.get(name, worker_id)
         if peer is None or name == self._peers.name:
             return error
@@ -264,7 +260,8 @@ class Membership:
         text = replaced_text(peer.name) if is_replaced else str(error)
         self._node.end_process(peer, error, text)
         if is_replaced and (address := self._peers.address_elsewhere(peer)):
-            own, others = self._peers.own.member.address, self._peers.addresses()
+            own = self._peers.own.member.address
+            others = [each.member.address for each in self._peers.peers.values()]
             if end_once_silent(address, own, self._heartbeat, others):
                 self._start(_ping_once(peer))
 
@@ -441,11 +438,7 @@ class Membership:
         await self._until(lambda: not ((peer := self._peers.peers.get(name)) and peer.is_probed))
 
     async def wait_until_alive(self, name: str, former: int = -1) -> None:
-        """Wait until a lost peer has rejoined; return at once if it is not lost. On any loop.
-
-        The process with the worker id `former` does not count. Raises WorkerLost if it will not
-        rejoin, WorkerLeft if it has left in order, NotInWorld once this worker leaves its world.
-        """
+        """Wait until a peer is not lost; see `PeerObserver`. Process `former` counts as lost."""
 
         def is_alive() -> bool:
             peer = self._peers.workers.get(name)

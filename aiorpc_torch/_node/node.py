@@ -68,10 +68,7 @@ class Node:
         self.server = Server(members, self.membership, config.threads, exports, question)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
-        has_coordinator = not members.is_attached  # none if `init_rpc` has started the world
-        self.departures = Departures(
-            members, self.pool, self.linked, self.membership.probe, has_coordinator
-        )
+        self.departures = Departures(members, self.pool, self.linked, self.membership.probe)
         self.leaves_alone = False  # this worker's exit does not wait for its peers, which go on
         self.registry = Registry(members, self.server.names, self.membership.wait_until_alive)
         self.loop, self._loop_thread = asyncio.get_running_loop(), get_ident()

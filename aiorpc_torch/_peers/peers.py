@@ -359,10 +359,6 @@ class Peers:
         is_here = bool(own) and member.namespace == own
         return "" if is_here else member.endpoint or member.address
 
-    def addresses(self) -> list[str]:
-        """Return the addresses of the known processes for torch's connections."""
-        return [each.member.address for each in self.peers.values()]
-
     def device_maps(self) -> "dict[str, NamedDeviceMaps]":
         """Return the device maps of each worker."""
         return {name: self.workers[name].member.device_maps for name in self.names()}
