@@ -87,7 +87,6 @@ class Directory:
         return process is not None and self._members.has(process)
 
     def receive(self, connection: int, message: FromWorker) -> None:
-        """Handle a message of a worker."""
         match message:
             case wire.Register(registration, key):
                 self._register(connection, registration, key)

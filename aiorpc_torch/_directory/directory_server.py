@@ -198,7 +198,6 @@ class DirectoryServer:
     # ── for the directory ───────────────────────────────────────────────────────────────────────
 
     def send(self, connections: Iterable[int], message: ToWorker) -> None:
-        """Send a message to each connection that is open."""
         data = encode(message)
         for number in connections:
             if (stream := self._streams.get(number)) is not None:
@@ -211,12 +210,10 @@ class DirectoryServer:
                     stream.abort()
 
     def close_connection(self, connection: int) -> None:
-        """Close the connection of a process that was replaced."""
         if (stream := self._streams.pop(connection, None)) is not None:
             stream.abort()
 
     def call_later(self, seconds: float, step: Callable[[], None]) -> None:
-        """Call `step` after that time."""
         self._loop.call_later(seconds, step)
 
     def record(self, step: Callable[[], None]) -> None:

@@ -78,7 +78,6 @@ class Stream(Generic[M]):
             self._writer.write(data)
 
     def send(self, message: Any) -> None:
-        """Send a message."""
         self.write(encode(message))
 
     async def read_greeting(self) -> str:
@@ -103,7 +102,6 @@ class Stream(Generic[M]):
         return self._read(await self._reader.readexactly(length))
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._writer.transport.abort()
 
     async def close(self) -> None:

@@ -71,7 +71,6 @@ class Place:
 
     @property
     def key_in_etcd(self) -> str:
-        """The key of the value."""
         return f"aiorpc_torch/{self.name}"
 
     def check_files(self) -> None:

@@ -83,7 +83,6 @@ class Members:
         self._by_rank: list[Process] = []  # empty after a change
 
     def has(self, process: Process) -> bool:
-        """Return whether that process is a member."""
         return self.named.get(process.name) is process
 
     def holds(self, process: Process) -> bool:
@@ -106,7 +105,6 @@ class Members:
         self.named[process.name], self._by_rank = process, []
 
     def remove(self, process: Process) -> None:
-        """Remove a member."""
         del self.named[process.name]
         self._by_rank = []
 

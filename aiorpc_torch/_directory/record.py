@@ -84,7 +84,6 @@ class Claim:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Return the entries and joins of the record."""
         return self._record.entries, self._record.joins
 
     def is_valid(self, now: float) -> bool:
@@ -107,7 +106,6 @@ class Claim:
         return True
 
     def close(self) -> None:
-        """Close the connections to the place."""
         self._value.close()
 
     def abandon(self, now: float) -> None:

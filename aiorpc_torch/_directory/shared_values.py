@@ -60,7 +60,6 @@ class FileValue:
             return self._read()
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """See `SharedValue`."""
         with blocking_on(self._waiting), self._locked():
             if (found := self._read()) != old:
                 if found is None:
@@ -74,7 +73,6 @@ class FileValue:
             return True
 
     def clear(self, old: bytes) -> None:
-        """See `SharedValue`."""
         with blocking_on(self._waiting), self._locked(creates=False) as is_locked:
             found = self._read() if is_locked else b""
             if found == old:
@@ -150,12 +148,10 @@ class StoreValue:
         return bytes.fromhex(found.decode()) if found else None
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """See `SharedValue`."""
         was, written = b"" if old is None else old.hex().encode(), new.hex().encode()
         return self._ask(lambda client: client.swap(self._key, was, written)) == written
 
     def clear(self, old: bytes) -> None:
-        """See `SharedValue`."""
         self.swap(old, b"")
 
     def close(self) -> None:

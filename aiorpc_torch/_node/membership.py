@@ -125,7 +125,6 @@ class Membership:
     # ── reports, in any thread ──────────────────────────────────────────────────────────────────
 
     def on_message(self, peer: Peer) -> None:
-        """Note a message of a process that is not alive."""
         if peer.state is State.LOST:  # it was frozen or unreachable
             call_soon(self._loop, self.report, peer, Event.MESSAGE)
 
@@ -193,7 +192,6 @@ class Membership:
             self.report(peer, Event.CUT)
 
     def lose(self, name: str, error: RpcError) -> None:
-        """Note that a peer is lost."""
         self.report(self._peers.peers.get(name), Event.LOSS, error)
 
     def abandon(self, name: str, error: RpcError) -> None:

@@ -107,7 +107,6 @@ class Node:
         return completed_future(None)
 
     def introduce(self, data: bytes) -> "Future[Any]":
-        """Answer a request for an introduction."""
         return self._answer(self.server.introduce, data)
 
     def loop_lines(self) -> bytes:

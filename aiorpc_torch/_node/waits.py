@@ -67,7 +67,6 @@ class Waits:
             wait.answer(False)
 
     def end_all(self) -> None:
-        """End all waits."""
         for each in [*self._waits]:
             self.expire(each)
 

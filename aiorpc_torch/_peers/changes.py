@@ -60,6 +60,5 @@ class ChangeLog:
         self.is_closed = False  # this worker leaves: no further change is recorded
 
     def record(self, change: Change) -> None:
-        """Append a change."""
         if not self.is_closed:
             self.end.next = self.end = Entry(change)

@@ -233,7 +233,6 @@ class Peer:
 
     @property
     def report(self) -> Report:
-        """Return the last report of the process."""
         return Report(self.worker_id, self._sequence, self.activity)
 
     def record(self, report: Report) -> None:
@@ -297,12 +296,10 @@ class Peers:
 
     @property
     def own(self) -> Peer:
-        """Return the record of this process."""
         return self.workers[self.name]
 
     @property
     def me(self) -> Party:
-        """Return this process."""
         return Party(self.name, self.own.worker_id)
 
     def names(self) -> list[str]:
@@ -360,7 +357,6 @@ class Peers:
         return "" if is_here else member.endpoint or member.address
 
     def device_maps(self) -> "dict[str, NamedDeviceMaps]":
-        """Return the device maps of each worker."""
         return {name: self.workers[name].member.device_maps for name in self.names()}
 
     def told(self) -> dict[str, str]:
@@ -401,12 +397,6 @@ class Peers:
         if not new.is_first:  # it may never enter
             self._gone.append(new)
         return [*effects, Effect(Duty.END, old, error)]
-
-    def forget(self, peer: Peer) -> None:
-        """Remove a peer that is gone."""
-        del self.workers[peer.name], self.peers[peer.name]
-        if self.workers.get(peer.rank) is peer:
-            del self.workers[peer.rank]
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -476,7 +466,9 @@ class Peers:
         while len(self._gone) > KEPT_GONE:
             oldest = self._gone.popleft()
             if self.peers.get(oldest.name) is oldest and oldest.state is not _ALIVE:
-                self.forget(oldest)
+                del self.workers[oldest.name], self.peers[oldest.name]
+                if self.workers.get(oldest.rank) is oldest:
+                    del self.workers[oldest.rank]
                 yield Effect(Duty.FORGET, oldest)
 
     # ── silence ─────────────────────────────────────────────────────────────────────────────────
