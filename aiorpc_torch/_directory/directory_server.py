@@ -87,11 +87,9 @@ class DirectoryServer:
         return theirs
 
     def accept(self, connected: socket.socket, host: str = "") -> None:
-        """Serve a worker at a socket, or at one end of a socket pair; then it is on that host.
-
-        Only so many wait for the loop, as in the backlog of a socket that listens.
-        """
+        """Serve a worker at a socket, or at one end of a socket pair; then it is on that host."""
         self._accepted.append((connected, host))
+        # Only so many wait for the loop, as in the backlog of a socket that listens.
         if len(self._accepted) > MAX_WAITING and (oldest := self._next_accepted()) is not None:
             oldest[0].close()
 
@@ -283,10 +281,7 @@ class DirectoryServer:
 
 
 async def _first_message(stream: Stream[FromWorker]) -> wire.Register | wire.Resume:
-    """Wait for the first message of a worker; refuse one that cannot be read.
-
-    Without the refusal the worker would connect again, until its timeout.
-    """
+    """Wait for the first message; refuse an unreadable one, or the worker would connect again."""
     try:
         message = await stream.receive()
     except ValueError as exc:

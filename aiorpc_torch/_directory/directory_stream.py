@@ -93,9 +93,7 @@ class Stream(Generic[M]):
         return (await self._reader.readexactly(len(ANY_WORLD))).decode("ascii", "replace")
 
     async def receive(self) -> M:
-        """Wait for the next message. Raises ValueError if it is too long or malformed, EOFError or
-        OSError if the connection ends.
-        """
+        """Wait for the next message. Raises ValueError if it is malformed, EOFError at the end."""
         [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
         if length > self.limit:
             raise ValueError(f"a message of {length} bytes")

@@ -47,9 +47,7 @@ class Place:
 
     @classmethod
     def parse(cls, url: str) -> "Place":
-        """Return the parts of `url`. Raises ValueError if the URL is malformed; it says what to
-        write.
-        """
+        """Return the parts of `url`; raise a ValueError that says what to write."""
         # `urlsplit` knows one host, and refuses an IPv6 address behind another host.
         scheme, separator, rest = url.partition("://")
         rest, _, query = rest.partition("?")

@@ -219,9 +219,7 @@ def _transport_failure(exc: BaseException, place: Place) -> _Failure:
 
 
 def _etcd_failure(text: str, place: Place) -> _Failure:
-    """Return the failure for the text of an error of etcd. Raises PermissionError if etcd refuses
-    the user: every member would.
-    """
+    """Return the failure for an error of etcd; raise PermissionError if it refuses the user."""
     try:
         body = json.loads(text)
         code, message = body["code"], str(body.get("message") or body.get("error"))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .etcd_place import Place
 from .etcd_requests import EXTRA, Cluster, Request
+from .shared_values import SharedValue
 
 CALL_TIMEOUT = 5.0  # seconds for a call: over two elections of etcd's default settings
 LEASE_TTL = 600  # seconds after the last swap until etcd removes the key
@@ -31,7 +32,7 @@ class _Found(NamedTuple):
         return None
 
 
-class EtcdValue:
+class EtcdValue(SharedValue):
     """A value in etcd that changes by compare-and-swap. Methods block, for some seconds at most.
 
         etcd://host:port[,host:port...]/name
@@ -82,9 +83,7 @@ class EtcdValue:
         return self._create(new, end) if old is None else self._replace(old, new, end)
 
     def clear(self, old: bytes) -> None:
-        """Remove the value if it is `old`. Raises OSError if no member of etcd answers. The value
-        may be removed later.
-        """
+        """Remove the value if it is `old`, perhaps late. Raises OSError if no member answers."""
         end = time.monotonic() + CALL_TIMEOUT
         delete = {"request_delete_range": {"key": self._key, "prev_kv": True}}
         body, _ = self._cluster.ask("kv/txn", self._transaction(old, [delete], []), end)
@@ -92,9 +91,6 @@ class EtcdValue:
             [deleted] = body["responses"]
             found = _Found.of({"kvs": deleted["response_delete_range"].get("prev_kvs", ())})
             self._tell_lease("revoke", found.lease if found else 0, end)
-
-    def close(self) -> None:
-        """Do nothing: no connection is kept."""
 
     def _create(self, new: bytes, end: float) -> bool:
         granted, _ = self._cluster.ask("lease/grant", {"TTL": LEASE_TTL, "ID": 0}, end)

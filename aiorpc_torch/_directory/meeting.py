@@ -122,11 +122,9 @@ class Meeting:
 
     @property
     def host(self) -> str | None:
-        """Return the host of rank 0, None if it is unknown.
-
-        `localhost` in the environment is unknown: some launchers set it for rank 0 alone.
-        """
+        """Return the host of rank 0, None if it is unknown."""
         host, _ = self._address
+        # Some launchers set `localhost` for rank 0 alone.
         if self._is_in_environment and network.is_loopback_host(host):
             return None
         return host or None
@@ -230,22 +228,22 @@ class Meeting:
             time.sleep(RETRY_INTERVAL)
 
     def _open_store(self) -> TCPStore:
-        """Return a store at the address, with its server in this process. Raises OSError if another
-        process has the address.
-        """
+        """Return a store at the address. Raises OSError if another process has the address."""
         host, port = self._address
+        options: dict[str, Any] = {"timeout": timedelta(seconds=_CONNECT_TIMEOUT)}
+        options |= {"is_master": True, "multi_tenant": True, "wait_for_workers": False}
         try:
             listening = network.listen(self.host, port)
         except OSError as exc:
             try:  # a server of this process is shared
-                return _torch_store(host, port)
+                return TCPStore(host, port, None, **options)
             except RuntimeError:
                 raise exc from None
         # torch would listen at all addresses. It closes the descriptor.
         self._listening = listening
         close_on_fork(listening)
         own = listening.getsockname()[0]
-        return _torch_store(own, port, master_listen_fd=listening.fileno())
+        return TCPStore(own, port, None, master_listen_fd=listening.fileno(), **options)
 
     def withdraw(self) -> None:
         """Let go of the store, and of connections, without a wait.
@@ -261,9 +259,7 @@ class Meeting:
     # ── the others ──────────────────────────────────────────────────────────────────────────────
 
     def look(self) -> Seen:
-        """Return the record at the place. Raises OSError if the place is not reached,
-        NoDirectoryError if another program listens there.
-        """
+        """Return the record. Raises OSError or NoDirectoryError if the place is not reached."""
         assert self._value is not None
         try:
             value = self._value.read()
@@ -281,9 +277,7 @@ class Meeting:
         self._value.clear(seen.value)
 
     def connect(self) -> Connected:
-        """Return a connection to the directory. Raises OSError if no directory listens,
-        NoDirectoryError if another program does.
-        """
+        """Return a connection to the directory. Raises OSError or NoDirectoryError without one."""
         if self._url.scheme == "unix":
             return Connected("", [_connect_unix(self._url.netloc)])
         if self._is_direct:
@@ -316,11 +310,6 @@ class Meeting:
                     "it does not use TLS, and this worker has tls=: give it all or none, and a "
                     "process group of torch.distributed another address"
                 )
-
-
-def _torch_store(host: str, port: int, **options: Any) -> TCPStore:
-    options |= {"timeout": timedelta(seconds=_CONNECT_TIMEOUT), "wait_for_workers": False}
-    return TCPStore(host, port, None, is_master=True, multi_tenant=True, **options)
 
 
 def _close(sockets: list[socket.socket]) -> None:

@@ -91,9 +91,7 @@ class Claim:
         return now < self.end
 
     def renew(self, now: float, entries: int, joins: int, *, is_closed: bool = False) -> bool:
-        """Renew the record, with these numbers; return False if another worker has the place.
-        Raises OSError if the place is not reached.
-        """
+        """Renew the record; return False if another worker has the place. Raises OSError."""
         number = self._record.number + 1
         record = msgspec.structs.replace(
             self._record, number=number, entries=entries, joins=joins, is_closed=is_closed
@@ -124,11 +122,8 @@ class Claim:
 def claim_place(
     value: SharedValue, old: bytes | None, last: Record | None, record: Record, now: float
 ) -> Claim | None:
-    """Claim a place whose value is `old`; return None if another worker was quicker.
-
-    The numbers of the `last` record stay, so that none is given twice.
-    """
-    if last is not None:
+    """Claim a place whose value is `old`; return None if another worker was quicker."""
+    if last is not None:  # its numbers stay, so that none is given twice
         numbers = {"number": last.number + 1, "entries": last.entries, "joins": last.joins}
         record = msgspec.structs.replace(record, **numbers)
     new = dump(record)

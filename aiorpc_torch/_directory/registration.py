@@ -25,9 +25,7 @@ def check_worker_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's description of itself, the first that it sends to the directory. Raises ValueError
-    for an invalid name.
-    """
+    """A worker's description of itself. Raises ValueError for an invalid name."""
 
     name: str
     rank: int
@@ -57,10 +55,7 @@ class Registration:
         return f"{self.name!r} ({rank}process {self.pid} on {self.host})"
 
     def conflict_with(self, other: "Registration") -> str:
-        """Return why `other` cannot be in the same world, "" if it can.
-
-        One that joins has no rank and no size yet, and its name may be free.
-        """
+        """Return why `other` cannot be in the same world, "" if it can."""
         if other.world_size != self.world_size and not other.joined:
             return (
                 f"world_size must be the same in every worker: {other} was started with "

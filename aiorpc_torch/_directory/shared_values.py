@@ -35,9 +35,7 @@ class SharedValue(Protocol):
         """Return the value, None if there is none. Raises OSError if the place is not reached."""
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """Write `new` if the value is `old`; return whether it was. Raises OSError if the place is
-        not reached. The value may have been written.
-        """
+        """Write `new` if it is `old`; return whether it was. After an OSError it may have been."""
 
     def clear(self, old: bytes) -> None:
         """Remove the value if it is `old`. Raises OSError if the place is not reached."""
@@ -46,7 +44,7 @@ class SharedValue(Protocol):
         """Close the connections to the place, without a wait; the next call opens others."""
 
 
-class FileValue:
+class FileValue(SharedValue):
     """A value in a file. A process that is killed leaves the last value, and no lock."""
 
     def __init__(self, path: Path) -> None:
@@ -79,9 +77,6 @@ class FileValue:
                 self._path.unlink()
             if found in (None, old):
                 self._lock.unlink()
-
-    def close(self) -> None:
-        """See `SharedValue`."""
 
     def _read(self) -> bytes | None:
         try:
@@ -132,7 +127,7 @@ class FileValue:
         return None
 
 
-class StoreValue:
+class StoreValue(SharedValue):
     """A value in a store of torch, which `connect` connects to."""
 
     def __init__(self, key: str, connect: Callable[[], StoreClient]) -> None:

@@ -103,9 +103,7 @@ class Attachments:
         return await self._on_loop(wait())
 
     async def on_refused(self, peer: Peer, epoch: int) -> None:
-        """Note that a peer has refused a connection in its `epoch`: it leaves. On any event loop.
-        Raises NotInWorld if this process leaves.
-        """
+        """Note that a peer has refused a connection in its `epoch`. Raises NotInWorld if closed."""
 
         async def note() -> None:
             if peer.name == self._members.name or not self._membership.is_open:

@@ -159,9 +159,7 @@ class Departures:
         self._has_ended = True
 
     async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
-        """Wait until the peers `among` (default: all) have reached `goal`. Raises NotInWorld once
-        this worker is in its world no more.
-        """
+        """Wait until the peers `among` (default: all) reach `goal`, or raise NotInWorld."""
         token, is_reached = next(self._tokens), not self.members.peers
         self._serving += goal is Activity.SERVING
         self._report()

@@ -31,7 +31,6 @@ from .._peers.peers import (
     Peer,
     Peers,
     State,
-    left_text,
     reason_of,
     replaced_text,
 )
@@ -239,7 +238,10 @@ class Membership:
                     case Duty.END if error is not None:
                         self._end(peer, error)
                     case Duty.FORGET:
-                        self._forget(peer)
+                        left = f"worker {peer.name!r} has left its world"
+                        self._node.end_process(peer, WorkerLeft(peer.name), left)
+                        if self.agent is not None:
+                            self.agent.free_name(peer.member)
         finally:
             self.wake()
             if is_changed:
@@ -262,11 +264,6 @@ class Membership:
             others = [each.member.address for each in self._peers.peers.values()]
             if end_once_silent(address, own, self._heartbeat, others):
                 self._start(_ping_once(peer))
-
-    def _forget(self, peer: Peer) -> None:
-        self._node.end_process(peer, WorkerLeft(peer.name), left_text(peer.name))
-        if self.agent is not None:
-            self.agent.free_name(peer.member)
 
     def report_losses(self, on_loss: Callable[[RpcError], None]) -> None:
         """Call `on_loss` for each peer that is lost, now or later."""

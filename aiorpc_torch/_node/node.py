@@ -22,14 +22,14 @@ from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
 from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from .._wire.standing import dump_lines
+from .._wire.standing import dump_answer, dump_lines, read_question
 from ..errors import RpcError, WorkerLeft
 from .attachments import LEFT_GROUP, Attachments
 from .config import NodeConfig
 from .departures import Departures
 from .membership import Children, Membership
 from .registry import Registry
-from .standing import Answers
+from .standing import Answers, tracing
 
 _read_leave_message = reader(tuple[str, int, str])
 
@@ -63,8 +63,7 @@ class Node:
                 members, self.membership, config.start_timeout, self._use_map_of
             )
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
-        self._answers = Answers(self)
-        question = self._answers.on_question
+        question = Answers(self).on_question
         self.server = Server(members, self.membership, config.threads, exports, question)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
@@ -115,7 +114,7 @@ class Node:
 
     async def block_of(self, connection: int, data: bytes) -> bytes:
         """Answer a callee where the block stands that has entered its context manager."""
-        return await self._answers.of_block(connection, data)
+        return dump_answer(0, await tracing(self).of_block(connection, read_question(data)))
 
     def departure(self, data: bytes) -> "Future[Any]":
         """Answer a worker that reports what it does."""

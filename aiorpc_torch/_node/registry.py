@@ -103,10 +103,7 @@ class Registry:
         return [] if self.is_closed else found
 
     async def all_told(self, name: str) -> None:
-        """Wait until every living worker has told its object of a name that is watched.
-
-        One that is lost meanwhile is not waited for.
-        """
+        """Wait until each worker has told its object of a watched name, or is lost."""
         changed = asyncio.Event()
         self.watch(name, changed.set)
         try:

@@ -59,20 +59,12 @@ class Answers:
 
     async def _answer(self, session: Session, question: Question) -> None:
         try:
-            nodes = await self._tracing().of_session(session, question)
+            nodes = await tracing(self._worker).of_session(session, question)
         except Exception as exc:  # frames are read while other threads run them
             log.debug("it is not known where calls stand: %r", exc)
             return
         if session.is_open:
             session.send(WHERE, dump_answer(question.id, nodes))
-
-    async def of_block(self, connection: int, data: bytes) -> bytes:
-        """Answer where the call stands whose block has entered a peer's context manager."""
-        return dump_answer(0, await self._tracing().of_block(connection, read_question(data)))
-
-    def _tracing(self) -> "Tracing":
-        server, pool = self._worker.server, self._worker.pool
-        return Tracing(server.view(), pool.outgoing(), server.name)
 
 
 class Tracing:
@@ -153,6 +145,11 @@ class Tracing:
         return self._made_by.get(subject.call_key, []), subject.awaits
 
 
+def tracing(worker: "Node") -> Tracing:
+    """Return the calls of a worker, as they stand now."""
+    return Tracing(worker.server.view(), worker.pool.outgoing(), worker.server.name)
+
+
 async def _asked(
     calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits, depth: int, *, is_certain: bool
 ) -> list[CallNode]:
@@ -179,10 +176,7 @@ async def _joined(answers: "Iterable[Coroutine[Any, Any, list[CallNode]]]") -> l
 
 
 async def ask(calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits) -> list[CallNode]:
-    """Ask the peer of a connection where calls of it stand, those of `path` excepted.
-
-    A peer that does not answer in time costs no more than that time.
-    """
+    """Ask a peer where calls of its connection stand, but those of `path`, in bounded time."""
     loop, connection, *_ = calls[0]
     own, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 

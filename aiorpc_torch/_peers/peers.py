@@ -191,9 +191,6 @@ class Peer:
         self.credentials: Credentials | None = None  # for calls from there, once it has asked
         self.tensor_offer: tuple[int, str] | None = None  # of its tensor sockets, once told
 
-    def __repr__(self) -> str:
-        return f"<Peer {self.name} {self.worker_id}: {self.state.name}>"
-
     @property
     def is_lost(self) -> bool:
         """True if its calls fail: it is lost, or has ended after it had left."""
@@ -321,10 +318,7 @@ class Peers:
         return None if found is None else found.worker_id
 
     def is_here(self, name: str) -> bool:
-        """Return whether a peer is in the world, as far as readers of changes know. In any thread.
-
-        It may be lost.
-        """
+        """Return whether a peer has entered and not left: it may be lost. In any thread."""
         found = self.peers.get(name)
         return found is not None and found.is_here
 
@@ -534,11 +528,6 @@ def _kind(peer: Peer, event: Event) -> Kind:
 def replaced_text(worker: str) -> str:
     """Return the error text for a process that was replaced."""
     return f"worker {worker!r} was restarted: a newer process has replaced this one"
-
-
-def left_text(worker: str) -> str:
-    """Return the error text for a worker whose block has ended in order."""
-    return f"worker {worker!r} has left its world"
 
 
 def reason_of(error: RpcError) -> str:
