@@ -249,7 +249,7 @@ class DirectoryServer:
         async with self._write_lock:
             claim, reason = self._claim, "it does not reach its place in time"
             assert claim is not None
-            while claim.is_valid(time.monotonic()):
+            while time.monotonic() < claim.end:
                 renew = partial(claim.renew, time.monotonic(), *self._directory.numbers)
                 writing = BlockingCall(partial(renew, is_closed=is_closed), "no answer")
                 try:
@@ -258,7 +258,7 @@ class DirectoryServer:
                         break
                     # Not after an answer that took the whole lease: others may have claimed it.
                     # (tests/unit/directory/test_directory_server.py)
-                    if claim.is_valid(time.monotonic()):
+                    if time.monotonic() < claim.end:
                         return True
                 except (OSError, ValueError) as exc:
                     reason = f"it does not reach its place: {exc}"
@@ -270,7 +270,7 @@ class DirectoryServer:
 
     async def _leave_place(self) -> None:
         """Let another worker claim the place at once; if the world ends, leave none."""
-        if self._claim is None or not self._claim.is_valid(time.monotonic()):
+        if self._claim is None or time.monotonic() >= self._claim.end:
             return
         with contextlib.suppress(OSError, ValueError):
             if self._directory.is_needed:

@@ -86,10 +86,6 @@ class Claim:
     def numbers(self) -> tuple[int, int]:
         return self._record.entries, self._record.joins
 
-    def is_valid(self, now: float) -> bool:
-        """Return whether no other worker can have claimed the place by `now`."""
-        return now < self.end
-
     def renew(self, now: float, entries: int, joins: int, *, is_closed: bool = False) -> bool:
         """Renew the record; return False if another worker has the place. Raises OSError."""
         number = self._record.number + 1
