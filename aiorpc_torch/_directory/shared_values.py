@@ -42,6 +42,7 @@ class SharedValue(Protocol):
 
     def close(self) -> None:
         """Close the connections to the place, without a wait; the next call opens others."""
+        return  # by default there are none
 
 
 class FileValue(SharedValue):
