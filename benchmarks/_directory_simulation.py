@@ -18,7 +18,7 @@ from aiorpc_torch._directory.directory import Directory
 from aiorpc_torch._directory.directory_messages import FromWorker, ToWorker, read_from_worker
 from aiorpc_torch._directory.directory_stream import encode
 from aiorpc_torch._directory.registration import Registration
-from aiorpc_torch._directory.view import View
+from aiorpc_torch._directory.succession import View
 
 from ._compare import lay_out, machine, number
 from ._process import own_memory

@@ -12,8 +12,8 @@ enters later it is lost until it calls, or is connected to the directory again.
 If its worker is lost, or leaves, another directory takes its place: a member's, or that of rank 0's
 replacement process, to which the first member that connects tells what it knows.
 
-This module passes each message to the part that it is for: `start`, `entries`, `succession` or
-`exit_barrier`. Each part is a state machine, and all share the table of `members`.
+This module passes each message to the part that it is for: `start`, `entries`, `succession` or the
+exit barrier. Each part is a state machine, and all share the table of `members`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ from dataclasses import replace
 from . import directory_messages as wire
 from .directory_messages import FromWorker
 from .entries import Entries
-from .exit_barrier import ExitBarrier
 from .members import Connections, Members, Process, digest
 from .registration import MAX_PROCESSES, Registration
 from .start import Start
@@ -30,24 +29,16 @@ from .succession import Succession, Survivors
 
 
 class Directory:
-    """The directory of one world. A connection that sends what it must not raises ValueError.
-
-    Args:
-        keeper: name of the worker that keeps it.
-        grace: seconds for which members of a world that runs may come before a new one starts.
-        known: the running world that it takes over, None for a new one.
-        numbers: those of the last directory at the place.
-        world: id of a world that starts here.
-    """
+    """The directory of one world. A connection that sends what it must not raises ValueError."""
 
     def __init__(
         self,
         connections: Connections,
-        keeper: str = "",
-        grace: float = 0.0,
-        known: wire.Known | None = None,
-        numbers: tuple[int, int] = (0, 0),
-        world: str = "",
+        keeper: str = "",  # name of the worker that keeps it
+        grace: float = 0.0,  # seconds in which members of a running world may come
+        known: wire.Known | None = None,  # the running world that it takes over
+        numbers: tuple[int, int] = (0, 0),  # of the last directory at the place
+        world: str = "",  # id of a world that starts here
     ) -> None:
         self._members = Members(connections, keeper, world)
         self._entries = Entries(self._members, numbers)
@@ -96,7 +87,6 @@ class Directory:
         return process is not None and self._members.has(process)
 
     def receive(self, connection: int, message: FromWorker) -> None:
-        """Handle a message of a worker."""
         match message:
             case wire.Register(registration, key):
                 self._register(connection, registration, key)
@@ -104,11 +94,11 @@ class Directory:
             case wire.Resume():
                 self._resume(connection, message)
                 return
-            case wire.Known() if self._start.is_gathering and self._survivors.is_asked(connection):
+            case wire.Known() if self._start.is_gathering and connection == self._survivors.asked:
                 self._survivors.check(connection, message)
                 self._take_over(message)
                 return
-            case wire.Known() if self._succession.is_recalled(connection):
+            case wire.Known() if connection in self._succession.recalled:
                 self._succession.answer(connection, message)
                 return
         if (process := self._members.open.get(connection)) is None:
@@ -117,7 +107,12 @@ class Directory:
             return
         match message:
             case wire.Publish():
-                self._publish(process, message)
+                if process.worker_id < 0 or process.member is not None:
+                    raise ValueError("not the time for an address")
+                if self._entries.is_entering(process):
+                    self._entries.publish(process, message)
+                elif self._members.has(process):  # else it was refused meanwhile
+                    self._start.publish(process, message)
             case wire.Confirm(unreachable, text):
                 self._start.confirm(process, unreachable, text)
             case wire.GiveUp(when):
@@ -221,24 +216,62 @@ class Directory:
         for each in self._start.skip():
             self._entries.wait(each)
         self._succession.begin(known)
-        for connection, messages in self._survivors.release().items():
-            self._replay(connection, messages)
+        held, self._survivors.held = self._survivors.held, {}
+        for connection, messages in held.items():
+            try:
+                for message in messages:
+                    if connection in self._members.open or message is messages[0]:
+                        self.receive(connection, message)
+            except ValueError:  # it is not in order
+                self._members.connections.close_connection(connection)
+                self.gone(connection)
         self._succession.end_if_complete()
 
-    def _replay(self, connection: int, messages: Sequence[FromWorker]) -> None:
-        """Handle what a survivor has sent; end its connection if that is not in order."""
-        try:
-            for message in messages:
-                if connection in self._members.open or message is messages[0]:
-                    self.receive(connection, message)
-        except ValueError:
-            self._members.connections.close_connection(connection)
-            self.gone(connection)
 
-    def _publish(self, process: Process, message: wire.Publish) -> None:
-        if process.worker_id < 0 or process.member is not None:
-            raise ValueError("not the time for an address")
-        if self._entries.is_entering(process):
-            self._entries.publish(process, message)
-        elif self._members.has(process):  # else it was refused meanwhile
-            self._start.publish(process, message)
+class ExitBarrier:
+    """The barrier of one world. Workers may come to it while others go on."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._ready: set[Process] = set()
+        self._unready: set[int] = set()  # ranks of the others, while some are awaited
+        self._awaiting: dict[Process, set[int]] = {}  # ranks
+        self._awaiting_all: list[Process] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the world ends: no member stays in it."""
+        return bool(self._ready) and all(
+            each in self._ready or each.is_retiring or each.has_left
+            for each in self._members.here()
+        )
+
+    def enter(self, process: Process, message: wire.Exit) -> None:
+        """Note that a worker is ready, and which ones it awaits."""
+        if not (self._awaiting or self._awaiting_all):
+            here = self._members.here()
+            unready = (each for each in here if not (each.is_retiring or each in self._ready))
+            self._unready = {each.rank for each in unready}
+        self._ready.add(process)
+        if message.is_full:
+            self._awaiting_all.append(process)
+        else:
+            self._awaiting[process] = self._unready.intersection(message.ranks) | {process.rank}
+        self._pass(process.rank)
+
+    def leave(self, process: Process) -> None:
+        """Note that a worker is gone."""
+        self._ready.discard(process)
+        self._pass(process.rank)
+
+    def _pass(self, rank: int) -> None:
+        """Wait for that rank no longer."""
+        self._unready.discard(rank)
+        for process in [*self._awaiting]:  # not a tuple of each: the garbage collector counts them
+            (awaited := self._awaiting[process]).discard(rank)
+            if not awaited:
+                del self._awaiting[process]
+                self._members.send((process,), wire.Exited())
+        if not self._unready and self._awaiting_all:
+            ready, self._awaiting_all = self._awaiting_all, []
+            self._members.send(ready, wire.Exited())

@@ -17,17 +17,14 @@ class Member(NamedTuple):
     worker_id: int
     address: str
     device_maps: dict[str, dict[str, str]]
-    digest: str
-    """Of its key. Any member may have to check that key one day."""
+    digest: str  # of its key. Any member may have to check that key one day
 
     @property
     def name(self) -> str:
-        """The name of its worker."""
         return self.registration.name
 
     @property
     def rank(self) -> int:
-        """The rank of its worker."""
         return self.registration.rank
 
 
@@ -53,8 +50,7 @@ class Register(_Message):
     """The first message of a process: it wants to be in the world."""
 
     registration: Registration
-    key: str = ""
-    """A secret of the process, with which it may connect again."""
+    key: str = ""  # a secret of the process, with which it may connect again
 
 
 class Resume(_Message):
@@ -63,10 +59,8 @@ class Resume(_Message):
     registration: Registration
     worker_id: int
     key: str
-    entries: int
-    """The highest number of an entry that it knows of."""
-    is_member: bool
-    """Whether it has entered. Else the directory lets it enter, with this worker id."""
+    entries: int  # the highest number of an entry that it knows of
+    is_member: bool  # whether it has entered. Else the directory lets it enter, with this worker id
     world: str
 
 
@@ -75,13 +69,10 @@ class Known(_Message):
 
     entries: int
     joins: int
-    first_ids: int
-    """The highest worker id of the start."""
+    first_ids: int  # the highest worker id of the start
     members: Sequence[Member]
-    leaving: Sequence[str]
-    """Names of those that take no new calls."""
-    lost: Sequence[str]
-    """Names of those that this member has lost."""
+    leaving: Sequence[str]  # names of those that take no new calls
+    lost: Sequence[str]  # names of those that this member has lost
     world: str
 
 
@@ -90,8 +81,7 @@ class Publish(_Message):
 
     address: str
     device_maps: dict[str, dict[str, str]]
-    is_reaching: bool
-    """Whether the others are known to be within reach: no `Confirm` follows."""
+    is_reaching: bool  # whether the others are known to be within reach: no `Confirm` follows
 
 
 class Confirm(_Message):
@@ -134,16 +124,14 @@ class Retire(_Message):
 class Leave(_Message):
     """The worker leaves, so the end of its connection is none of its process."""
 
-    departs: bool
-    """Whether the others go on: a process that enters later does not meet it."""
+    departs: bool  # whether the others go on: a process that enters later does not meet it
 
 
 class Exit(_Message):
     """The worker is ready to end its pipes when those ranks are: the answer is `Exited`."""
 
     ranks: Sequence[int]
-    is_full: bool = False
-    """Whether it waits for all members, in place of those ranks."""
+    is_full: bool = False  # whether it waits for all members, in place of those ranks
 
 
 _AtStart = Register | Resume | Publish | Confirm | GiveUp | AskMissing
@@ -156,8 +144,7 @@ class Registered(_Message):
     """All workers of the start, in rank order."""
 
     registrations: Sequence[Registration]
-    world: str
-    """The id of the world, which it keeps when its directory moves."""
+    world: str  # the id of the world, which it keeps when its directory moves
 
 
 class Entering(_Message):
@@ -165,8 +152,7 @@ class Entering(_Message):
 
     own: Registration
     worker_id: int
-    registrations: Sequence[Registration]
-    """Of all members in rank order, its own one included."""
+    registrations: Sequence[Registration]  # of all members in rank order, its own one included
     world: str
 
 
@@ -174,10 +160,8 @@ class Members(_Message):
     """All members in rank order: each has an address."""
 
     members: Sequence[Member]
-    entering: Sequence[str] = ()
-    """Names of further ones, for a worker that connects again: `Add` follows."""
-    coordinator: str = ""
-    """The worker that keeps the directory."""
+    entering: Sequence[str] = ()  # names of others, for one that connects again: `Add` follows
+    coordinator: str = ""  # the worker that keeps the directory
 
 
 class Complete(_Message):
@@ -200,10 +184,8 @@ class Missing(_Message):
 
     ranks: Sequence[int]
     action: str
-    ended: str = ""
-    """A text about those that had registered and have ended."""
-    more: int = 0
-    """Number of the ranks that are awaited too, and not named."""
+    ended: str = ""  # a text about those that had registered and have ended
+    more: int = 0  # number of the ranks that are awaited too, and not named
 
 
 class Moved(_Message):
@@ -229,8 +211,7 @@ class Add(_Message):
 class Announce(_OfProcess):
     """A process that was added is in the world."""
 
-    silent: Sequence[str]
-    """Workers that have not confirmed in time that they know it."""
+    silent: Sequence[str]  # workers that have not confirmed in time that they know it
 
 
 class Gone(_OfProcess):

@@ -24,17 +24,9 @@ from .._aio.silence import end_when_silent, retry_soon
 from .._aio.threads import run_in_thread
 from .._aio.unix_sockets import is_same_user
 from .._port.strangers import Strangers, host_of
+from . import directory_messages as wire
 from .directory import Directory
-from .directory_messages import (
-    Failed,
-    FromWorker,
-    Known,
-    Recall,
-    Register,
-    Resume,
-    ToWorker,
-    read_from_worker,
-)
+from .directory_messages import FromWorker, ToWorker
 from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
 from .record import MIN_LEASE, Claim
 
@@ -56,28 +48,18 @@ class DirectoryServer:
 
     With a `claim` it also ends once another worker has claimed the place. So it does if the place
     is not reached for the lease, or if most members are not connected, perhaps beyond a cut link.
-
-    Args:
-        world: its id.
-        listening: the sockets.
-        claim: its record at a place that can be rewritten, None for a fixed address.
-        silence: seconds after which a connection ends that acknowledges nothing.
-        keeper, grace, known: as for `Directory`.
-
-    Attributes:
-        is_isolated: whether it has ended since most members were not connected.
     """
 
     def __init__(
         self,
         world: str,
         listening: Sequence[socket.socket],
-        claim: Claim | None = None,
+        claim: Claim | None = None,  # its record at a place that can be rewritten
         *,
-        silence: float = MIN_LEASE,
-        keeper: str = "",
+        silence: float = MIN_LEASE,  # seconds until a connection ends that acknowledges nothing
+        keeper: str = "",  # this and the others: see `Directory`
         grace: float = 0.0,
-        known: Known | None = None,
+        known: wire.Known | None = None,
     ) -> None:
         self._world = world
         self._listening = listening
@@ -93,7 +75,7 @@ class DirectoryServer:
         self._thread = LoopThread("aiorpc-directory", self._serve)
         self._loop = self._thread.loop
         self._write_lock = asyncio.Lock()
-        self.is_isolated = False
+        self.is_isolated = False  # it has ended, since most members were not connected
         numbers = (0, 0) if claim is None else claim.numbers
         self._directory = Directory(self, keeper, grace, known, numbers, world)
         self._thread.start()
@@ -105,14 +87,17 @@ class DirectoryServer:
         return theirs
 
     def accept(self, connected: socket.socket, host: str = "") -> None:
-        """Serve a worker at a socket, or at one end of a socket pair; then it is on that host.
-
-        Only so many wait for the loop, as in the backlog of a socket that listens.
-        """
+        """Serve a worker at a socket, or at one end of a socket pair; then it is on that host."""
         self._accepted.append((connected, host))
+        # Only so many wait for the loop, as in the backlog of a socket that listens.
         if len(self._accepted) > MAX_WAITING and (oldest := self._next_accepted()) is not None:
             oldest[0].close()
-        call_soon(self._loop, self._take_accepted)
+
+        def take() -> None:
+            if (found := self._next_accepted()) is not None:
+                self._start(*found)
+
+        call_soon(self._loop, take)
 
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
@@ -151,15 +136,13 @@ class DirectoryServer:
         except IndexError:  # the other thread may have taken the last one
             return None
 
-    def _take_accepted(self) -> None:
-        if (found := self._next_accepted()) is not None:
-            self._start(*found)
-
     def _start(self, accepted: socket.socket, host: str = "") -> None:
         close_on_fork(accepted)
         number = next(self._numbers)
         task = self._loop.create_task(self._talk(number, accepted))
-        self._strangers.add(number, host or _host_of(accepted), task.cancel)
+        if not host and accepted.family != socket.AF_UNIX:
+            host = host_of(accepted)
+        self._strangers.add(number, host, task.cancel)
         self._unregistered[number] = task
         self._tasks.add(task)
         task.add_done_callback(partial(self._end, number, accepted))
@@ -176,7 +159,7 @@ class DirectoryServer:
         """Receive from a connection until it ends, or sends what it must not."""
         if accepted.family == socket.AF_UNIX and not is_same_user(accepted):
             return
-        stream = await open_stream(accepted, read_from_worker, MAX_REQUEST)
+        stream = await open_stream(accepted, wire.read_from_worker, MAX_REQUEST)
         if accepted.family != socket.AF_UNIX:
             # A link that is cut. Not a member whose event loop is blocked, or that is frozen.
             end_when_silent(accepted, self._silence)
@@ -189,7 +172,7 @@ class DirectoryServer:
                 message: FromWorker = await _first_message(stream)
             self._unregistered.pop(number, None)
             self._streams[number] = stream
-            if isinstance(message, Register):
+            if isinstance(message, wire.Register):
                 log.info("%s has registered", message.registration)
             while number in self._streams:  # else it was closed meanwhile
                 self._directory.receive(number, message)
@@ -213,11 +196,10 @@ class DirectoryServer:
     # ── for the directory ───────────────────────────────────────────────────────────────────────
 
     def send(self, connections: Iterable[int], message: ToWorker) -> None:
-        """Send a message to each connection that is open."""
         data = encode(message)
         for number in connections:
             if (stream := self._streams.get(number)) is not None:
-                if isinstance(message, Recall):
+                if isinstance(message, wire.Recall):
                     stream.limit = MAX_KNOWN
                 if stream.unsent <= MAX_UNSENT:
                     stream.write(data)
@@ -226,12 +208,10 @@ class DirectoryServer:
                     stream.abort()
 
     def close_connection(self, connection: int) -> None:
-        """Close the connection of a process that was replaced."""
         if (stream := self._streams.pop(connection, None)) is not None:
             stream.abort()
 
     def call_later(self, seconds: float, step: Callable[[], None]) -> None:
-        """Call `step` after that time."""
         self._loop.call_later(seconds, step)
 
     def record(self, step: Callable[[], None]) -> None:
@@ -239,15 +219,16 @@ class DirectoryServer:
         if self._claim is None:
             step()
             return
-        task = self._loop.create_task(self._record(step))
+
+        async def write_first() -> None:
+            if await self._write():
+                step()
+
+        task = self._loop.create_task(write_first())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # ── the place ───────────────────────────────────────────────────────────────────────────────
-
-    async def _record(self, step: Callable[[], None]) -> None:
-        if await self._write():
-            step()
 
     async def _renew(self) -> None:
         """Wait until this server is closed. Renew the claim until then."""
@@ -268,7 +249,7 @@ class DirectoryServer:
         async with self._write_lock:
             claim, reason = self._claim, "it does not reach its place in time"
             assert claim is not None
-            while claim.is_valid(time.monotonic()):
+            while time.monotonic() < claim.end:
                 renew = partial(claim.renew, time.monotonic(), *self._directory.numbers)
                 writing = BlockingCall(partial(renew, is_closed=is_closed), "no answer")
                 try:
@@ -277,7 +258,7 @@ class DirectoryServer:
                         break
                     # Not after an answer that took the whole lease: others may have claimed it.
                     # (tests/unit/directory/test_directory_server.py)
-                    if claim.is_valid(time.monotonic()):
+                    if time.monotonic() < claim.end:
                         return True
                 except (OSError, ValueError) as exc:
                     reason = f"it does not reach its place: {exc}"
@@ -289,7 +270,7 @@ class DirectoryServer:
 
     async def _leave_place(self) -> None:
         """Let another worker claim the place at once; if the world ends, leave none."""
-        if self._claim is None or not self._claim.is_valid(time.monotonic()):
+        if self._claim is None or time.monotonic() >= self._claim.end:
             return
         with contextlib.suppress(OSError, ValueError):
             if self._directory.is_needed:
@@ -299,21 +280,15 @@ class DirectoryServer:
                     await run_in_thread(self._claim.clear, "aiorpc-claim")
 
 
-def _host_of(accepted: socket.socket) -> str:
-    return "" if accepted.family == socket.AF_UNIX else host_of(accepted)
-
-
-async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:
-    """Wait for the first message of a worker; refuse one that cannot be read.
-
-    Without the refusal the worker would connect again, until its timeout.
-    """
+async def _first_message(stream: Stream[FromWorker]) -> wire.Register | wire.Resume:
+    """Wait for the first message; refuse an unreadable one, or the worker would connect again."""
     try:
         message = await stream.receive()
     except ValueError as exc:
         remedy = "every worker must run the same version of aiorpc_torch"
-        stream.send(Failed(f"rank 0 cannot read the registration of this worker: {exc}; {remedy}"))
+        text = f"rank 0 cannot read the registration of this worker: {exc}; {remedy}"
+        stream.send(wire.Failed(text))
         raise
-    if not isinstance(message, Register | Resume):
+    if not isinstance(message, wire.Register | wire.Resume):
         raise ValueError("a connection must register first")
     return message

@@ -50,11 +50,7 @@ def encode(message: Any) -> bytes:
 
 
 class Stream(Generic[M]):
-    """A connected stream. Use `open_stream`.
-
-    Attributes:
-        limit: bytes of a message that is received.
-    """
+    """A connected stream. Use `open_stream`."""
 
     def __init__(
         self,
@@ -64,7 +60,7 @@ class Stream(Generic[M]):
         limit: int,
     ) -> None:
         self._reader, self._writer, self._read = reader, writer, read
-        self.limit = limit
+        self.limit = limit  # bytes of a message that is received
 
     @property
     def is_open(self) -> bool:
@@ -82,15 +78,12 @@ class Stream(Generic[M]):
             self._writer.write(data)
 
     def send(self, message: Any) -> None:
-        """Send a message."""
         self.write(encode(message))
 
     async def read_greeting(self) -> str:
-        """Wait for the greeting of the other end; return the id of its world.
-
-        Raises:
-            NoDirectoryError: if it is another program, or speaks another version.
-            EOFError, OSError: if the connection ends.
+        """Wait for the greeting of the other end; return the id of its world. Raises
+        NoDirectoryError if it is another program, or speaks another version, EOFError or OSError if
+        the connection ends.
         """
         # No more than is wrong: another program may have sent less, and wait for an answer.
         if (first := await self._reader.readexactly(1)) == _NAME[:1]:
@@ -100,19 +93,13 @@ class Stream(Generic[M]):
         return (await self._reader.readexactly(len(ANY_WORLD))).decode("ascii", "replace")
 
     async def receive(self) -> M:
-        """Wait for the next message.
-
-        Raises:
-            ValueError: if it is too long or malformed.
-            EOFError, OSError: if the connection ends.
-        """
+        """Wait for the next message. Raises ValueError if it is malformed, EOFError at the end."""
         [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
         if length > self.limit:
             raise ValueError(f"a message of {length} bytes")
         return self._read(await self._reader.readexactly(length))
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._writer.transport.abort()
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ send its RRefs to any other worker, which knows it already. One whose name is he
 member has judged whether the holder is alive.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,10 +30,6 @@ class Entries:
         self._waiting: dict[Process, None] = {}  # in the order in which they have come
         self._entering: dict[str, Process] = {}  # by the name that is claimed, until announced
         self._adding: dict[int, Process] = {}  # those of them with an address, by worker id
-
-    def begin(self, first_ids: int) -> None:
-        """Begin the numbers of a new world."""
-        self.count, self.joins, self.first_ids = 0, 0, first_ids
 
     def open(self) -> None:
         """Let processes enter from now on."""
@@ -69,8 +65,11 @@ class Entries:
         """Let the waiting processes enter; those whose name is being claimed wait on."""
         if not self._is_open:
             return
-        if not self._members.named:
-            self._end()
+        if not self._members.named:  # the last one has left: others may start the next world
+            for each in [*self._waiting, *self._entering.values()]:
+                self.forget(each)
+                ended = wire.Ended() if each.worker_id < 0 else wire.Failed(HAS_ENDED, [])
+                self._members.send((each,), ended)
             return
         for process in [*self._waiting]:
             if process.name in self._entering:
@@ -86,13 +85,6 @@ class Entries:
             else:  # also if its connection has ended: the process may be alive
                 self._ask(process)
 
-    def _end(self) -> None:
-        """Refuse all: the last member has left. The others may start the next world."""
-        for each in [*self._waiting, *self._entering.values()]:
-            self.forget(each)
-            has_begun = each.worker_id >= 0
-            self._members.send((each,), wire.Failed(HAS_ENDED, []) if has_begun else wire.Ended())
-
     def _refusal(self, registration: Registration) -> str:
         """Return why a process cannot enter, "" if it can as far as the names tell."""
         first = self._members.by_rank()[0].registration
@@ -103,29 +95,23 @@ class Entries:
             return text
         holder, every = self._members.named.get(registration.name), self._members.by_rank()
         if registration.joined:
-            return self._claim_of_rank_0(registration, holder)
+            # The name of rank 0 is kept for its replacement process: without that, none might
+            # enter.
+            if holder is None:  # it has left
+                is_kept = registration.name == self._members.keeper
+            else:
+                is_kept = holder.rank == 0 and not holder.registration.joined
+            text = (
+                f"{registration} cannot join: that name is of rank 0, which a process started with "
+                "rank=0 takes over. Give it another name"
+            )
+            return text if is_kept else ""
         if holder is not None and holder.registration.joined:
             return f"{registration} cannot rejoin: {holder.registration} has joined"
         of_rank = next((each for each in every if each.rank == registration.rank), holder)
         if of_rank is not None and of_rank is not holder:
             return f"{registration} cannot rejoin: that rank is of {of_rank.registration}"
         return "" if holder is None else holder.registration.conflict_with(registration)
-
-    def _claim_of_rank_0(self, registration: Registration, holder: Process | None) -> str:
-        """Return why a process cannot join under that name, "" if it can.
-
-        The name of rank 0 is kept for its replacement process: without that, none might enter.
-        """
-        if holder is None:  # it has left
-            is_kept = registration.name == self._members.keeper
-        else:
-            is_kept = holder.rank == 0 and not holder.registration.joined
-        if not is_kept:
-            return ""
-        return (
-            f"{registration} cannot join: that name is of rank 0, which a process started with "
-            "rank=0 takes over. Give it another name"
-        )
 
     def _ask(self, process: Process) -> None:
         """Ask a member whether the holder of a name is alive that a process wants."""
@@ -134,26 +120,23 @@ class Entries:
         if holder is None:
             self._judged(process, is_alive=False)
             return
-        keeper = self._members.keeper
+        keeper, expire = self._members.keeper, partial(self._expire_question, process)
         judges = [each for each in here if each.connection not in process.judges]
         if judges:
             judge = min(judges, key=lambda each: (each is holder, each.name != keeper, each.rank))
             process.judges.add(judge.connection)
             self._members.send((judge,), wire.Ask(holder.name, holder.worker_id))
-            step = partial(self._expire_judge, process, judge.connection)
-            self._members.connections.call_later(JUDGE_TIMEOUT, step)
-        elif not here:  # they may connect again
-            step = partial(self._expire_doubt, process)
-            self._members.connections.call_later(JUDGE_TIMEOUT, step)
+            expire = partial(expire, judge.connection)
+        if judges or not here:  # they may connect again
+            self._members.connections.call_later(JUDGE_TIMEOUT, expire)
 
-    def _expire_judge(self, process: Process, connection: int) -> None:
-        """Ask another member too: the one that was asked is frozen, say."""
-        if connection in process.judges and self.is_entering(process):
+    def _expire_question(self, process: Process, asked: int | None = None) -> None:
+        """Ask another member too; let the process enter if none has come that can be asked."""
+        if not self.is_entering(process):
+            return
+        if asked in process.judges:  # it is frozen, say
             self._ask(process)
-
-    def _expire_doubt(self, process: Process) -> None:
-        """Let a process enter if no member has come in time that can be asked."""
-        if process.is_doubtful and not process.judges and self.is_entering(process):
+        elif asked is None and process.is_doubtful and not process.judges:
             self._judged(process, is_alive=False)
 
     def judge(self, connection: int, message: wire.Verdict) -> None:
@@ -173,7 +156,8 @@ class Entries:
         process.is_doubtful = False
         process.judges.clear()
         if is_alive:
-            self._refuse_claim(process)
+            holder = self._members.named[process.name]
+            self._refuse(process, taken(holder.registration, process.registration))
         else:
             self._enter(process)
 
@@ -185,12 +169,8 @@ class Entries:
     def refuse_claim(self, name: str) -> None:
         """Refuse the process that wants the name of a member, which is alive."""
         if (process := self._entering.get(name)) is not None:
-            self._refuse_claim(process)
+            self._judged(process, is_alive=True)
             self._admit()
-
-    def _refuse_claim(self, process: Process) -> None:
-        holder = self._members.named[process.name]
-        self._refuse(process, taken(holder.registration, process.registration))
 
     def give_up(self, process: Process, when: str, *, is_starting: bool) -> None:
         """End the entry of a process that waits no longer, perhaps while the world starts."""
@@ -214,33 +194,22 @@ class Entries:
             if self.first_ids + self.count + 1 >= MAX_PROCESSES:
                 self._refuse(process, _EXHAUSTED)
                 return
-            self._number(process)
-        self._record(process, self._tell_numbers)
-
-    def _number(self, process: Process) -> None:
-        self.count += 1
-        before = self._members.named.get(process.name)
-        restarts = 0 if before is None else before.registration.restarts + 1
-        own = replace(process.registration, entry=self.count, restarts=restarts)
-        if own.joined:
-            size = self._members.by_rank()[0].registration.world_size
-            own = replace(own, rank=size + self.joins, world_size=size)
-            self.joins += 1
-        process.registration, process.worker_id = own, self.first_ids + self.count
-
-    def _record(self, process: Process, step: Callable[[Process], None]) -> None:
-        """Take a step once the numbers are recorded, unless the entry has ended meanwhile.
-
-        Not if another directory has taken over: the process enters there.
-        """
-        self._members.connections.record(partial(self._go_on, process, step))
-
-    def _go_on(self, process: Process, step: Callable[[Process], None]) -> None:
-        if self.is_entering(process):
-            step(process)
+            self.count += 1
+            before = self._members.named.get(process.name)
+            restarts = 0 if before is None else before.registration.restarts + 1
+            own = replace(process.registration, entry=self.count, restarts=restarts)
+            if own.joined:
+                size = self._members.by_rank()[0].registration.world_size
+                own = replace(own, rank=size + self.joins, world_size=size)
+                self.joins += 1
+            process.registration, process.worker_id = own, self.first_ids + self.count
+        # If another directory has taken over meanwhile, the process enters there.
+        self._members.connections.record(partial(self._tell_numbers, process))
 
     def _tell_numbers(self, process: Process) -> None:
         """Tell a process its numbers, which are recorded, and the members that it starts beside."""
+        if not self.is_entering(process):  # its entry has ended meanwhile
+            return
         own, every = process.registration, self._members.by_rank()
         others = [each.registration for each in every if each.name != own.name]
         listed = sorted([*others, own], key=lambda each: each.rank)
@@ -293,9 +262,11 @@ class Entries:
     def _announce(self, process: Process) -> None:
         """Announce an entering process, unless it was: after a while also if some are unaware."""
         if self.is_entering(process):
-            self._record(process, self._tell_all)
+            self._members.connections.record(partial(self._tell_all, process))
 
     def _tell_all(self, process: Process) -> None:
+        if not self.is_entering(process):  # its entry has ended meanwhile
+            return
         every, unaware = self._members.by_rank(), process.unaware
         silent = [each.name for each in every if each.connection in unaware]
         self.forget(process)
@@ -312,21 +283,16 @@ class Entries:
         self._admit()
 
     def update(self, processes: Sequence[Process]) -> None:
-        """Send members all that they may not have heard."""
-        added = [*self._adding.values()]
-        self._update([each for each in processes if not self.is_entering(each)], added)
-        for process in processes:
-            if self.is_entering(process):
-                self._update([process], [each for each in added if each is not process])
-
-    def _update(self, processes: Sequence[Process], added: Sequence[Process]) -> None:
-        """Send members the list of all, and ask them to add those that enter."""
-        self._members.send_list(processes, but=added)
-        self._members.send_ends(processes)
-        for each in added:
-            assert each.member is not None
-            each.unaware.update(other.connection for other in processes)
-            self._members.send(processes, wire.Add(each.member))
+        """Send members the list of all, and ask them to add those that enter, but for itself."""
+        members = [each for each in processes if not self.is_entering(each)]
+        for asked in (members, *([each] for each in processes if self.is_entering(each))):
+            others = [each for each in self._adding.values() if [each] != asked]
+            self._members.send_list(asked, but=others)
+            self._members.send_ends(asked)
+            for other in others:
+                assert other.member is not None
+                other.unaware.update(each.connection for each in asked)
+                self._members.send(asked, wire.Add(other.member))
 
     def reconnect(self, before: int, after: int) -> None:
         """Note the new connection of a member, which is asked again what it was asked."""
@@ -349,8 +315,8 @@ class Entries:
         return other.worker_id != process.worker_id and not other.is_doubtful
 
     def with_id(self, worker_id: int) -> list[Process]:
-        """Return the processes that enter with that worker id."""
-        every = (*self._entering.values(), *self._waiting)
+        """Return the members with that worker id, and the processes that enter with it."""
+        every = (*self._members.named.values(), *self._entering.values(), *self._waiting)
         return [each for each in every if each.worker_id == worker_id]
 
 

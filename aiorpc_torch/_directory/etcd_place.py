@@ -41,18 +41,13 @@ class Place:
     user: str = ""
     password: str = field(default="", repr=False)
     has_tls: bool = False
-    ca: str = ""
-    """File with the certificate of the authority, "" for the public ones."""
+    ca: str = ""  # file with the certificate of the authority, "" for the public ones
     cert: str = ""
     key: str = ""
 
     @classmethod
     def parse(cls, url: str) -> "Place":
-        """Return the parts of `url`.
-
-        Raises:
-            ValueError: if the URL is malformed; it says what to write.
-        """
+        """Return the parts of `url`; raise a ValueError that says what to write."""
         # `urlsplit` knows one host, and refuses an IPv6 address behind another host.
         scheme, separator, rest = url.partition("://")
         rest, _, query = rest.partition("?")
@@ -74,7 +69,6 @@ class Place:
 
     @property
     def key_in_etcd(self) -> str:
-        """The key of the value."""
         return f"aiorpc_torch/{self.name}"
 
     def check_files(self) -> None:

@@ -8,13 +8,11 @@ Each request runs in a thread, which is given up after a time limit, and its con
 a thread that looks up a name goes on.
 """
 
-import functools
 import json
 import ssl
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._aio.awaited import blocking_on
 from .._aio.threads import ThreadCache
@@ -31,16 +29,9 @@ ATTEMPT_TIMEOUT = 1.5  # seconds for one member: then the next one is asked
 ROUND_PAUSE = 0.1  # seconds before the members are asked again
 TOKEN_AGE = 60.0  # seconds that a token is used: etcd's default is that it lasts 300
 
-# Of gRPC, as the gateway sends them.
-_INVALID_ARGUMENT, _NOT_FOUND, _PERMISSION_DENIED = 3, 5, 7
-_FAILED_PRECONDITION, _UNAUTHENTICATED = 9, 16
-_NOT_RUN = {
-    _INVALID_ARGUMENT,
-    _NOT_FOUND,
-    _PERMISSION_DENIED,
-    _FAILED_PRECONDITION,
-    _UNAUTHENTICATED,
-}
+# Codes of gRPC, as the gateway sends them.
+_PERMISSION_DENIED, _UNAUTHENTICATED = 7, 16
+_NOT_RUN = {3, 5, 9, _PERMISSION_DENIED, _UNAUTHENTICATED}  # 3: invalid, 5: not found, 9: too early
 
 _threads = ThreadCache("aiorpc-etcd")
 
@@ -61,14 +52,6 @@ class _Failure(Exception):
         self.may_pass = may_pass
 
 
-class Answer(NamedTuple):
-    """The answer to a request."""
-
-    body: dict[str, Any]
-    is_repeated: bool
-    """Whether an earlier attempt may have run, or will."""
-
-
 class Cluster:
     """The members of etcd: a request goes to one after the other, until one answers."""
 
@@ -78,25 +61,20 @@ class Cluster:
         self._token: str | None = None
         self._token_end = 0.0
 
-    def ask(self, path: str, request: Request, end: float) -> Answer:
-        """Send a request, and return its answer.
+    def ask(self, path: str, request: Request, end: float) -> tuple[dict[str, Any], bool]:
+        """Send the arguments of a method, whose path is behind "/v3/", until `end`.
 
-        Args:
-            path: Path of the method, behind "/v3/".
-            request: Arguments of the method.
-            end: Time of `time.monotonic()` at which to give up.
-
-        Raises:
-            OSError: if no member answers; the request may have run.
-            PermissionError: if etcd refuses the user.
+        Return the answer, and whether an earlier attempt may have run, or will. Raises OSError if
+        no member answers; the request may have run. Raises PermissionError if it refuses the user.
         """
         failures: dict[Member, str] = {}
-        is_repeated, may_pass = False, True
+        members, is_repeated, may_pass = self._place.members, False, True
         while may_pass:
-            may_pass = False
-            for member in self._in_order():
+            may_pass, first = False, members.index(self._answered)
+            for member in (*members[first:], *members[:first]):
                 if (left := end - time.monotonic()) <= 0:
-                    raise self._not_reached(failures)
+                    may_pass = False
+                    break
                 try:
                     with blocking_on(f"etcd at {member} does not answer: check that it runs"):
                         body = self._attempt(member, path, request, min(left, ATTEMPT_TIMEOUT))
@@ -106,19 +84,11 @@ class Cluster:
                     may_pass |= exc.may_pass
                 else:
                     self._answered = member
-                    return Answer(body, is_repeated)
+                    return body, is_repeated
             if may_pass:
                 time.sleep(ROUND_PAUSE)
-        raise self._not_reached(failures)
-
-    def _in_order(self) -> list[Member]:
-        members = self._place.members
-        first = members.index(self._answered)
-        return [*members[first:], *members[:first]]
-
-    def _not_reached(self, failures: dict[Member, str]) -> OSError:
         found = "; ".join(f"{member}: {text}" for member, text in failures.items())
-        return OSError(
+        raise OSError(
             f"no answer from etcd for {self._place}: {found or 'no time was left'}. Check that "
             "most of its members run, and their addresses"
         )
@@ -130,9 +100,15 @@ class Cluster:
         from .etcd_sessions import Sockets
 
         outcome, sockets = Future[dict[str, Any]](), Sockets()
-        exchange = functools.partial(self._exchange, member, path, request, sockets)
+
+        def settle() -> None:
+            try:
+                outcome.set_result(self._exchange(member, path, request, sockets))
+            except BaseException as exc:
+                outcome.set_exception(exc)
+
         try:
-            _threads(functools.partial(_settle, outcome, exchange))
+            _threads(settle)
         except RuntimeError as exc:  # the system has no more threads, or Python ends
             raise OSError(f"no request to etcd at {member}: {exc}") from exc
         try:
@@ -146,11 +122,16 @@ class Cluster:
         self, member: Member, path: str, request: Request, sockets: "Sockets"
     ) -> dict[str, Any]:
         """Log in, if there is a user, and send a request."""
-        try:
-            token = self._log_in(member, sockets) if self._place.user else None
-        except _Failure as exc:
-            exc.may_have_run = False
-            raise
+        token = self._token  # another thread may drop it
+        if self._place.user and (token is None or time.monotonic() > self._token_end):
+            login = {"name": self._place.user, "password": self._place.password}
+            try:
+                answer = _post(self._place, member, "auth/authenticate", login, None, sockets)
+            except _Failure as exc:
+                exc.may_have_run = False
+                raise
+            token, self._token_end = str(answer["token"]), time.monotonic() + TOKEN_AGE
+            self._token = token
         try:
             return _post(self._place, member, path, request, token, sockets)
         except _Failure:
@@ -158,31 +139,6 @@ class Cluster:
             # does not know, some etcds close the connection. (etcd's issues 15256 and 20332)
             self._token = None
             raise
-
-    def _log_in(self, member: Member, sockets: "Sockets") -> str:
-        token = self._token  # another thread may drop it
-        if token is None or time.monotonic() > self._token_end:
-            login = {"name": self._place.user, "password": self._place.password}
-            answer = _post(self._place, member, "auth/authenticate", login, None, sockets)
-            token = str(answer["token"])
-            self._token_end = time.monotonic() + TOKEN_AGE
-            self._token = token
-        return token
-
-
-def _settle(outcome: "Future[dict[str, Any]]", exchange: Callable[[], dict[str, Any]]) -> None:
-    try:
-        outcome.set_result(exchange())
-    except BaseException as exc:
-        outcome.set_exception(exc)
-
-
-def require_extra() -> None:
-    """Raise ImportError if the extra `etcd` is not installed."""
-    try:
-        import etcd3gw  # noqa: F401
-    except ImportError as exc:
-        raise ImportError(f"an etcd:// URL needs etcd3gw: {EXTRA}") from exc
 
 
 def _post(
@@ -248,28 +204,22 @@ def _transport_failure(exc: BaseException, place: Place) -> _Failure:
         return _Failure("no connection", may_have_run=False, may_pass=True)
     if isinstance(exc, requests.Timeout) or _cause(exc, TimeoutError):
         return _silent()
-    remedies = []
+    text = "it closed the connection without an answer"
     if not place.has_tls:
-        remedies.append(f"if it uses TLS, write {URL_WITH_TLS}")
+        text += f"; if it uses TLS, write {URL_WITH_TLS}"
     else:
-        remedies.append("if it does not use TLS, leave out all of ca=, cert=, key= and tls=")
+        text += "; if it does not use TLS, leave out all of ca=, cert=, key= and tls="
         if not place.cert:
-            remedies.append("if it asks for a certificate, add cert= and key= to the URL")
+            text += "; if it asks for a certificate, add cert= and key= to the URL"
         else:
-            text = f"it may refuse the certificate, cert={place.cert}: has that expired?"
-            remedies.append(text)
+            text += f"; it may refuse the certificate, cert={place.cert}: has that expired?"
     if not place.user:
-        remedies.append(f"if it has users, write {URL_WITH_USER}")
-    text = "; ".join(["it closed the connection without an answer", *remedies])
+        text += f"; if it has users, write {URL_WITH_USER}"
     return _Failure(text, may_have_run=True, may_pass=True)
 
 
 def _etcd_failure(text: str, place: Place) -> _Failure:
-    """Return the failure for the text of an error of etcd.
-
-    Raises:
-        PermissionError: if etcd refuses the user: every member would.
-    """
+    """Return the failure for an error of etcd; raise PermissionError if it refuses the user."""
     try:
         body = json.loads(text)
         code, message = body["code"], str(body.get("message") or body.get("error"))

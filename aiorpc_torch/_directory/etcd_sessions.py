@@ -44,10 +44,7 @@ class Sockets:
 
 
 class Session(requests.Session):
-    """A session whose connections are added to `sockets`.
-
-    A request raises ValueError if the answer has more than `MAX_ANSWER` bytes.
-    """
+    """A session with its connections in `sockets`. It raises ValueError for a long answer."""
 
     def __init__(self, sockets: Sockets) -> None:
         super().__init__()

@@ -11,7 +11,8 @@ import time
 from typing import Any, NamedTuple
 
 from .etcd_place import Place
-from .etcd_requests import Cluster, Request, require_extra
+from .etcd_requests import EXTRA, Cluster, Request
+from .shared_values import SharedValue
 
 CALL_TIMEOUT = 5.0  # seconds for a call: over two elections of etcd's default settings
 LEASE_TTL = 600  # seconds after the last swap until etcd removes the key
@@ -31,7 +32,7 @@ class _Found(NamedTuple):
         return None
 
 
-class EtcdValue:
+class EtcdValue(SharedValue):
     """A value in etcd that changes by compare-and-swap. Methods block, for some seconds at most.
 
         etcd://host:port[,host:port...]/name
@@ -44,77 +45,66 @@ class EtcdValue:
 
     A member that is silent for `ATTEMPT_TIMEOUT` seconds is passed over, and the next one is asked.
 
-    Args:
-        url: The URL.
-
-    Raises:
-        ValueError: if the URL is malformed, or if a file in it cannot be used.
-        ImportError: without the extra `etcd`.
+    Raises ValueError if the URL is malformed, or if a file in it cannot be used, ImportError
+    without the extra `etcd`.
     """
 
     def __init__(self, url: str) -> None:
         self._place = Place.parse(url)
-        require_extra()
+        try:
+            import etcd3gw  # noqa: F401
+        except ImportError as exc:
+            raise ImportError(f"an etcd:// URL needs etcd3gw: {EXTRA}") from exc
         self._place.check_files()
         self._cluster = Cluster(self._place)
         self._key = _encode(self._place.key_in_etcd.encode())
+        self._range: Request = {"request_range": {"key": self._key}}
 
     def __str__(self) -> str:
         return str(self._place)
 
     def read(self) -> bytes | None:
-        """Return the value, None if there is none. The read is linearizable.
-
-        Raises:
-            OSError: if no member of etcd answers.
-            PermissionError: if etcd refuses the user. The other methods raise it too.
+        """Return the value, None if there is none. The read is linearizable. Raises OSError if no
+        member of etcd answers, PermissionError if etcd refuses the user. The other methods raise it
+        too.
         """
-        body, _ = self._cluster.ask("kv/range", {"key": self._key}, _end())
+        end = time.monotonic() + CALL_TIMEOUT
+        body, _ = self._cluster.ask("kv/range", {"key": self._key}, end)
         found = _Found.of(body)
         return found and found.value
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
         """Write `new` if the value is `old`, None for no value; return whether it was written.
-
-        Raises:
-            OSError: if the outcome is unknown: no member answers, or one gave no answer and the
-                value is another one now. `new` may have been written, and replaced since. It may
-                even be written later, while the value is `old`.
+        Raises OSError if the outcome is unknown: no member answers, or one gave no answer and the
+        value is another one now. `new` may have been written, and replaced since. It may even be
+        written later, while the value is `old`.
         """
-        if old is None:
-            return self._create(new, _end())
-        return self._replace(old, new, _end())
+        end = time.monotonic() + CALL_TIMEOUT
+        return self._create(new, end) if old is None else self._replace(old, new, end)
 
     def clear(self, old: bytes) -> None:
-        """Remove the value if it is `old`.
-
-        Raises:
-            OSError: if no member of etcd answers. The value may be removed later.
-        """
-        end = _end()
+        """Remove the value if it is `old`, perhaps late. Raises OSError if no member answers."""
+        end = time.monotonic() + CALL_TIMEOUT
         delete = {"request_delete_range": {"key": self._key, "prev_kv": True}}
         body, _ = self._cluster.ask("kv/txn", self._transaction(old, [delete], []), end)
         if body.get("succeeded"):
             [deleted] = body["responses"]
             found = _Found.of({"kvs": deleted["response_delete_range"].get("prev_kvs", ())})
-            self._revoke(found.lease if found else 0, end)
-
-    def close(self) -> None:
-        """Do nothing: no connection is kept."""
+            self._tell_lease("revoke", found.lease if found else 0, end)
 
     def _create(self, new: bytes, end: float) -> bool:
         granted, _ = self._cluster.ask("lease/grant", {"TTL": LEASE_TTL, "ID": 0}, end)
         lease = int(granted["ID"])
         put = {"request_put": {"key": self._key, "value": _encode(new), "lease": lease}}
         body, is_repeated = self._cluster.ask(
-            "kv/txn", self._transaction(None, [put], [self._range()]), end
+            "kv/txn", self._transaction(None, [put], [self._range]), end
         )
         if body.get("succeeded"):
             return True
         found = _last_range(body)
         if found is not None and found.lease == lease:
             return True  # an attempt without an answer wrote it, and it may have been replaced
-        self._revoke(lease, end)  # an attempt that is still under way fails
+        self._tell_lease("revoke", lease, end)  # an attempt that is still under way fails
         if is_repeated:
             raise self._unknown()
         return False
@@ -122,7 +112,7 @@ class EtcdValue:
     def _replace(self, old: bytes, new: bytes, end: float) -> bool:
         put = {"request_put": {"key": self._key, "value": _encode(new), "ignore_lease": True}}
         body, is_repeated = self._cluster.ask(
-            "kv/txn", self._transaction(old, [put, self._range()], [self._range()]), end
+            "kv/txn", self._transaction(old, [put, self._range], [self._range]), end
         )
         found = _last_range(body)
         # An attempt without an answer may have written it.
@@ -132,7 +122,7 @@ class EtcdValue:
                 raise self._unknown()
             return False
         if found is not None:
-            self._keep_alive(found.lease, end)
+            self._tell_lease("keepalive", found.lease, end)
         return True
 
     def _transaction(
@@ -145,28 +135,16 @@ class EtcdValue:
             compare |= {"target": "VALUE", "value": _encode(old)}
         return {"compare": [compare], "success": success, "failure": failure}
 
-    def _range(self) -> Request:
-        return {"request_range": {"key": self._key}}
-
     def _unknown(self) -> OSError:
         return OSError(
             f"the value may have been written to {self}, and replaced: a member of etcd gave no "
             "answer. Read the value, and try again"
         )
 
-    def _keep_alive(self, lease: int, end: float) -> None:
-        # The value is written. If this fails, the lease lasts since the swap before.
+    def _tell_lease(self, what: str, lease: int, end: float) -> None:
+        # The value is written, or removed. If this fails, the lease ends after its time.
         with contextlib.suppress(OSError):
-            self._cluster.ask("lease/keepalive", {"ID": lease}, end)
-
-    def _revoke(self, lease: int, end: float) -> None:
-        # If this fails, the lease ends after its time.
-        with contextlib.suppress(OSError):
-            self._cluster.ask("lease/revoke", {"ID": lease}, end)
-
-
-def _end() -> float:
-    return time.monotonic() + CALL_TIMEOUT
+            self._cluster.ask(f"lease/{what}", {"ID": lease}, end)
 
 
 def _last_range(body: dict[str, Any]) -> _Found | None:

@@ -78,17 +78,13 @@ class Listening(NamedTuple):
 class Meeting:
     """The place of `init_method`. Most methods may block without end (`blocking_on`).
 
-    Args:
-        init_method: the URL, or `env://` for MASTER_ADDR and MASTER_PORT. That of etcd needs its
-            extra: an ImportError says so.
-        interface: rank 0's network interface, if it is known.
-
-    Attributes:
-        port: where rank 0's directory is reached, if each worker has one port. A fixed address
-            and a Unix socket stay what they are.
+    That is a URL, or `env://` for MASTER_ADDR and MASTER_PORT. One of etcd needs its extra: an
+    ImportError says so. `interface` is that of rank 0, if it is known.
     """
 
     def __init__(self, init_method: str, interface: str | None = None) -> None:
+        # Where rank 0's directory is reached, if each worker has one port. A fixed address and a
+        # Unix socket stay what they are.
         self.port: Port | None = None
         self._url = urlparse("etcd:" if is_etcd_url(init_method) else init_method)
         self._init_method = init_method
@@ -126,11 +122,9 @@ class Meeting:
 
     @property
     def host(self) -> str | None:
-        """Return the host of rank 0, None if it is unknown.
-
-        `localhost` in the environment is unknown: some launchers set it for rank 0 alone.
-        """
+        """Return the host of rank 0, None if it is unknown."""
         host, _ = self._address
+        # Some launchers set `localhost` for rank 0 alone.
         if self._is_in_environment and network.is_loopback_host(host):
             return None
         return host or None
@@ -168,37 +162,31 @@ class Meeting:
     def listen(self, holder: str, lease: float = 0.0, seen: Seen = _NOTHING) -> Listening | None:
         """Return the sockets of a new directory; None if another one was quicker.
 
-        Args:
-            holder: name of the worker that keeps it.
-            lease: seconds for which its record stands, if the place can be rewritten.
-            seen: what is there.
-
-        Raises:
-            OSError: if another program has the address.
+        The worker `holder` keeps it. If the place can be rewritten, `seen` is there, and the record
+        stands for `lease` seconds. Raises OSError if another program has the address.
         """
         world = secrets.token_hex(16)
         if self._url.scheme == "unix":
-            return Listening(world, [self._retry(lambda: _listen_unix(self._url.netloc))])
+            name = f"aiorpc-{self._url.netloc}"
+            return Listening(world, [self._retry(lambda: listen_unix(name))])
         if self._is_direct:
-            listen = lambda: network.listen(self.host, self._address[1])  # noqa: E731
-            return Listening(world, [self._retry(listen)])
+            at_port = self._retry(lambda: network.listen(self.host, self._address[1]))
+            return Listening(world, [at_port])
         if not self.is_movable:
             self._store = self._retry(self._open_store)
-        sockets = [_listen_unix(world)]
-        try:
-            record = self._record(world, holder, lease, sockets)
+        sockets = [listen_unix(f"aiorpc-{world}")]
+        with contextlib.ExitStack() as undo:
+            undo.callback(_close, sockets)
+            record, claim = self._record(world, holder, lease, sockets), None
             if self._store is not None:
                 self._store.set(_KEY, dump(record).hex())
-                return Listening(world, sockets)
-            value = self._shared_value()  # for the thread of the directory
-            assert value is not None
-            claim = claim_place(value, seen.value, seen.record, record, time.monotonic())
-        except BaseException:
-            _close(sockets)
-            raise
-        if claim is None:
-            _close(sockets)
-            return None
+            else:
+                value = self._shared_value()  # for the thread of the directory
+                assert value is not None
+                claim = claim_place(value, seen.value, seen.record, record, time.monotonic())
+                if claim is None:
+                    return None
+            undo.pop_all()
         return Listening(world, sockets, claim)
 
     def _record(
@@ -240,24 +228,22 @@ class Meeting:
             time.sleep(RETRY_INTERVAL)
 
     def _open_store(self) -> TCPStore:
-        """Return a store at the address, with its server in this process.
-
-        Raises:
-            OSError: if another process has the address.
-        """
+        """Return a store at the address. Raises OSError if another process has the address."""
         host, port = self._address
+        options: dict[str, Any] = {"timeout": timedelta(seconds=_CONNECT_TIMEOUT)}
+        options |= {"is_master": True, "multi_tenant": True, "wait_for_workers": False}
         try:
             listening = network.listen(self.host, port)
         except OSError as exc:
             try:  # a server of this process is shared
-                return _torch_store(host, port, is_master=True)
+                return TCPStore(host, port, None, **options)
             except RuntimeError:
                 raise exc from None
         # torch would listen at all addresses. It closes the descriptor.
         self._listening = listening
         close_on_fork(listening)
         own = listening.getsockname()[0]
-        return _torch_store(own, port, is_master=True, master_listen_fd=listening.fileno())
+        return TCPStore(own, port, None, master_listen_fd=listening.fileno(), **options)
 
     def withdraw(self) -> None:
         """Let go of the store, and of connections, without a wait.
@@ -273,12 +259,7 @@ class Meeting:
     # ── the others ──────────────────────────────────────────────────────────────────────────────
 
     def look(self) -> Seen:
-        """Return the record at the place.
-
-        Raises:
-            OSError: if the place is not reached.
-            NoDirectoryError: if another program listens there.
-        """
+        """Return the record. Raises OSError or NoDirectoryError if the place is not reached."""
         assert self._value is not None
         try:
             value = self._value.read()
@@ -296,12 +277,7 @@ class Meeting:
         self._value.clear(seen.value)
 
     def connect(self) -> Connected:
-        """Return a connection to the directory.
-
-        Raises:
-            OSError: if no directory listens.
-            NoDirectoryError: if another program does.
-        """
+        """Return a connection to the directory. Raises OSError or NoDirectoryError without one."""
         if self._url.scheme == "unix":
             return Connected("", [_connect_unix(self._url.netloc)])
         if self._is_direct:
@@ -336,20 +312,9 @@ class Meeting:
                 )
 
 
-def _torch_store(host: str, port: int, *, is_master: bool, **options: Any) -> TCPStore:
-    if not is_master:  # torch's own wait takes up to twice its timeout, and prints frames
-        _connect_tcp((host, port)).close()
-    options |= {"timeout": timedelta(seconds=_CONNECT_TIMEOUT), "wait_for_workers": False}
-    return TCPStore(host, port, None, is_master, multi_tenant=True, **options)
-
-
 def _close(sockets: list[socket.socket]) -> None:
     for each in sockets:
         each.close()
-
-
-def _listen_unix(name: str) -> socket.socket:
-    return listen_unix(f"aiorpc-{name}")
 
 
 def _connect_tcp(address: tuple[str, int]) -> socket.socket:

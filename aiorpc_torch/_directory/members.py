@@ -33,27 +33,18 @@ class Process:
     """A process that has registered, or that another directory has known."""
 
     registration: Registration
-    digest: str
-    """Of its key."""
+    digest: str  # of its key
     worker_id: int = -1
     connection: int = -1
-    is_open: bool = False
-    """Whether the connection is open."""
-    member: wire.Member | None = None
-    """As others reach it, once it has an address."""
-    loopback: str = ""
-    """Its host, if that is of the loopback interface."""
-    is_retiring: bool = False
-    """Whether its block has ended, and it takes no new calls."""
+    is_open: bool = False  # whether the connection is open
+    member: wire.Member | None = None  # as others reach it, once it has an address
+    loopback: str = ""  # its host, if that is of the loopback interface
+    is_retiring: bool = False  # whether its block has ended, and it takes no new calls
     has_left: bool = False
-    is_lost: bool = False
-    """Whether it was lost for the member that told of it, when the directory moved."""
-    is_doubtful: bool = False
-    """Whether it is not known yet if the holder of its name is alive."""
-    judges: set[int] = field(default_factory=set)
-    """Connections of the members that are asked whether the holder of its name is alive."""
-    unaware: set[int] = field(default_factory=set)
-    """Connections of the members that have not added it yet."""
+    is_lost: bool = False  # for the member that told of it, when the directory moved
+    is_doubtful: bool = False  # whether it is not known yet if the holder of its name is alive
+    judges: set[int] = field(default_factory=set)  # connections of members asked about the holder
+    unaware: set[int] = field(default_factory=set)  # those of members that have not added it yet
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +83,6 @@ class Members:
         self._by_rank: list[Process] = []  # empty after a change
 
     def has(self, process: Process) -> bool:
-        """Return whether that process is a member."""
         return self.named.get(process.name) is process
 
     def holds(self, process: Process) -> bool:
@@ -115,7 +105,6 @@ class Members:
         self.named[process.name], self._by_rank = process, []
 
     def remove(self, process: Process) -> None:
-        """Remove a member."""
         del self.named[process.name]
         self._by_rank = []
 

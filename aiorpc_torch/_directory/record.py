@@ -23,26 +23,16 @@ ISOLATION_PAUSE = 4.0  # seconds for which one that was cut off lets the others 
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """A directory's record. With TCP at a fixed address rank 0 writes one that it never renews."""
 
-    world: str
-    """Random id of the directory, with which it greets, and name of its abstract Unix socket."""
-    holder: str
-    """Name of the worker that keeps it."""
-    namespace: str = ""
-    """Network namespace in which that socket is reached."""
-    host: str = ""
-    """Address for other namespaces, "" for that of the store."""
-    port: int = 0
-    """Port for other namespaces, 0 if it listens at none."""
-    lease: float = 0.0
-    """Seconds for which it stands without a renewal."""
-    number: int = 0
-    """It grows with each record at this place."""
-    entries: int = 0
-    """Processes that have entered since the start."""
-    joins: int = 0
-    """Those of them that have got a new rank."""
-    is_closed: bool = False
-    """Whether its keeper has left."""
+    world: str  # random id of the directory, which greets with it; name of its abstract Unix socket
+    holder: str  # name of the worker that keeps it
+    namespace: str = ""  # network namespace in which that socket is reached
+    host: str = ""  # address for other namespaces, "" for that of the store
+    port: int = 0  # port for other namespaces, 0 if it listens at none
+    lease: float = 0.0  # seconds for which it stands without a renewal
+    number: int = 0  # it grows with each record at this place
+    entries: int = 0  # processes that have entered since the start
+    joins: int = 0  # those of them that have got a new rank
+    is_closed: bool = False  # whether its keeper has left
 
 
 read_record = reader(Record)
@@ -69,21 +59,13 @@ class Watch:
         self,
         record: Record | None,
         now: float,
-        before: int,
+        before: int,  # number of the workers that are to claim it rather
         *,
-        is_dead: bool,
-        was_isolated: bool = False,
+        is_dead: bool,  # the process that has written the record is known to be dead
+        was_isolated: bool = False,  # the directory here has ended: most were beyond a cut, perhaps
     ) -> bool:
-        """Return whether the place may be claimed: a swap decides.
-
-        Args:
-            before: number of the workers that are to claim it rather.
-            is_dead: whether the process that has written the record is known to be dead.
-            was_isolated: whether this worker has closed its directory since most members were not
-                connected: they may be alive, beyond a cut.
-        """
-        has_ended = record is None or record.is_closed or is_dead
-        lease = 0.0 if has_ended or record is None else record.lease
+        """Return whether the place may be claimed: a swap decides."""
+        lease = 0.0 if record is None or record.is_closed or is_dead else record.lease
         pause = max(before * STAGGER, ISOLATION_PAUSE if was_isolated else 0.0)
         return now - self._since >= lease + pause
 
@@ -91,36 +73,21 @@ class Watch:
 class Claim:
     """The record of a directory as its keeper renews it. Methods block; one at a time.
 
-    Args:
-        value: that of the place, which is `written`.
-        record: what was written.
-        now: time before it was written.
-
-    Attributes:
-        end: time until which no other worker can have claimed the place.
+    It is made once `record` was `written` as the value of the place, at the time `now` or later.
     """
 
     def __init__(self, value: SharedValue, record: Record, written: bytes, now: float) -> None:
         self._value, self._record = value, record
         self._written = [written]  # and after it those of which it is not known
-        self.end = now + record.lease
+        self.end = now + record.lease  # until then no other worker can have claimed the place
         self.lease = record.lease
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Return the entries and joins of the record."""
         return self._record.entries, self._record.joins
 
-    def is_valid(self, now: float) -> bool:
-        """Return whether no other worker can have claimed the place by `now`."""
-        return now < self.end
-
     def renew(self, now: float, entries: int, joins: int, *, is_closed: bool = False) -> bool:
-        """Renew the record, with these numbers; return False if another worker has the place.
-
-        Raises:
-            OSError: if the place is not reached.
-        """
+        """Renew the record; return False if another worker has the place. Raises OSError."""
         number = self._record.number + 1
         record = msgspec.structs.replace(
             self._record, number=number, entries=entries, joins=joins, is_closed=is_closed
@@ -133,7 +100,6 @@ class Claim:
         return True
 
     def close(self) -> None:
-        """Close the connections to the place."""
         self._value.close()
 
     def abandon(self, now: float) -> None:
@@ -152,11 +118,8 @@ class Claim:
 def claim_place(
     value: SharedValue, old: bytes | None, last: Record | None, record: Record, now: float
 ) -> Claim | None:
-    """Claim a place whose value is `old`; return None if another worker was quicker.
-
-    The numbers of the `last` record stay, so that none is given twice.
-    """
-    if last is not None:
+    """Claim a place whose value is `old`; return None if another worker was quicker."""
+    if last is not None:  # its numbers stay, so that none is given twice
         numbers = {"number": last.number + 1, "entries": last.entries, "joins": last.joins}
         record = msgspec.structs.replace(record, **numbers)
     new = dump(record)

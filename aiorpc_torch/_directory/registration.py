@@ -25,35 +25,22 @@ def check_worker_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's description of itself, the first that it sends to the directory.
-
-    Raises:
-        ValueError: for an invalid name.
-    """
+    """A worker's description of itself. Raises ValueError for an invalid name."""
 
     name: str
     rank: int
     world_size: int
-    version: str
-    """Version of this library: what travels between workers differs between versions."""
-    worker_id: int | None = None
-    """torch's worker id of the process, None in its first world."""
-    devices: int = 0
-    """Number of CUDA devices of the process."""
+    version: str  # version of this library: what travels between workers differs between versions
+    worker_id: int | None = None  # torch's worker id of the process, None in its first world
+    devices: int = 0  # number of CUDA devices of the process
+    # As requested: "auto", or for each peer a map from own devices to the peer's.
     device_maps: dict[str, dict[str, str]] | str = field(default_factory=dict)
-    """As requested: "auto", or for each peer a map from own devices to the peer's."""
-    namespace: str = ""
-    """Network namespace in which the worker listens."""
-    endpoint: str = ""
-    """Address and port for workers on other hosts, "" unless each worker has one port."""
-    is_secure: bool = False
-    """Whether it uses TLS."""
-    restarts: int = 0
-    """Number of processes that were in the world under this name before."""
-    joined: bool = False
-    """Whether it entered the running world under a new rank. Its size is that of the start."""
-    entry: int = 0
-    """Number of rejoins and joins up to this worker's, 0 if it was there from the start."""
+    namespace: str = ""  # network namespace in which the worker listens
+    endpoint: str = ""  # address and port for other hosts, "" unless each worker has one port
+    is_secure: bool = False  # whether it uses TLS
+    restarts: int = 0  # number of processes that were in the world under this name before
+    joined: bool = False  # entered the running world under a new rank; its size is the start's
+    entry: int = 0  # number of rejoins and joins up to this one's, 0 if it was there from the start
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
 
@@ -68,10 +55,7 @@ class Registration:
         return f"{self.name!r} ({rank}process {self.pid} on {self.host})"
 
     def conflict_with(self, other: "Registration") -> str:
-        """Return why `other` cannot be in the same world, "" if it can.
-
-        One that joins has no rank and no size yet, and its name may be free.
-        """
+        """Return why `other` cannot be in the same world, "" if it can."""
         if other.world_size != self.world_size and not other.joined:
             return (
                 f"world_size must be the same in every worker: {other} was started with "
@@ -82,19 +66,16 @@ class Registration:
                 f"every worker must run the same version: {other} runs aiorpc_torch "
                 f"{other.version}, {self} runs {self.version}"
             )
-        if text := self._conflict_of_ports(other):
-            return text
+        for option, mine, theirs in (
+            ("tls=", self.is_secure, other.is_secure),
+            ("port=", bool(self.endpoint), bool(other.endpoint)),
+        ):
+            if mine != theirs:
+                has, lacks = (self, other) if mine else (other, self)
+                rule = f"every worker must be given {option}, or none"
+                return f"{rule}: {has} has it, {lacks} has not"
         if other.name == self.name and other.rank != self.rank and not other.joined:
             return f"two workers have the name {self.name!r}: {other} and {self}"
-        return ""
-
-    def _conflict_of_ports(self, other: "Registration") -> str:
-        if other.is_secure != self.is_secure:
-            with_, without = (self, other) if self.is_secure else (other, self)
-            return f"every worker must be given tls=, or none: {with_} has it, {without} has not"
-        if bool(other.endpoint) != bool(self.endpoint):
-            with_, without = (self, other) if self.endpoint else (other, self)
-            return f"every worker must be given port=, or none: {with_} has it, {without} has not"
         return ""
 
 

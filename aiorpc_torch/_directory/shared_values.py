@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -36,34 +35,31 @@ class SharedValue(Protocol):
         """Return the value, None if there is none. Raises OSError if the place is not reached."""
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """Write `new` if the value is `old`; return whether it was.
-
-        Raises:
-            OSError: if the place is not reached. The value may have been written.
-        """
+        """Write `new` if it is `old`; return whether it was. After an OSError it may have been."""
 
     def clear(self, old: bytes) -> None:
         """Remove the value if it is `old`. Raises OSError if the place is not reached."""
 
     def close(self) -> None:
         """Close the connections to the place, without a wait; the next call opens others."""
+        return  # by default there are none
 
 
-class FileValue:
+class FileValue(SharedValue):
     """A value in a file. A process that is killed leaves the last value, and no lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = path.with_name(f"{path.name}.lock")
+        self._waiting = f"the file {path} does not answer: check its file system"
 
     def read(self) -> bytes | None:
         """See `SharedValue`. This one and the others raise ValueError if a FIFO is there, say."""
-        with self._blocking():
+        with blocking_on(self._waiting):
             return self._read()
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """See `SharedValue`."""
-        with self._blocking(), self._locked():
+        with blocking_on(self._waiting), self._locked():
             if (found := self._read()) != old:
                 if found is None:
                     self._lock.unlink()
@@ -76,19 +72,12 @@ class FileValue:
             return True
 
     def clear(self, old: bytes) -> None:
-        """See `SharedValue`."""
-        with self._blocking(), self._locked(creates=False) as is_locked:
+        with blocking_on(self._waiting), self._locked(creates=False) as is_locked:
             found = self._read() if is_locked else b""
             if found == old:
                 self._path.unlink()
             if found in (None, old):
                 self._lock.unlink()
-
-    def close(self) -> None:
-        """See `SharedValue`."""
-
-    def _blocking(self) -> AbstractContextManager[None]:
-        return blocking_on(f"the file {self._path} does not answer: check its file system")
 
     def _read(self) -> bytes | None:
         try:
@@ -139,7 +128,7 @@ class FileValue:
         return None
 
 
-class StoreValue:
+class StoreValue(SharedValue):
     """A value in a store of torch, which `connect` connects to."""
 
     def __init__(self, key: str, connect: Callable[[], StoreClient]) -> None:
@@ -155,12 +144,11 @@ class StoreValue:
         return bytes.fromhex(found.decode()) if found else None
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """See `SharedValue`."""
-        return self._swap(old, new.hex().encode())
+        was, written = b"" if old is None else old.hex().encode(), new.hex().encode()
+        return self._ask(lambda client: client.swap(self._key, was, written)) == written
 
     def clear(self, old: bytes) -> None:
-        """See `SharedValue`."""
-        self._swap(old, b"")
+        self.swap(old, b"")
 
     def close(self) -> None:
         """See `SharedValue`. A call that is under way closes its connection at its end."""
@@ -173,10 +161,6 @@ class StoreValue:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def _swap(self, old: bytes | None, new: bytes) -> bool:
-        was = b"" if old is None else old.hex().encode()
-        return self._ask(lambda client: client.swap(self._key, was, new)) == new
 
     def _ask(self, question: Callable[[StoreClient], bytes | None]) -> bytes | None:
         with self._used:

@@ -82,7 +82,8 @@ class Start:
                 for each, worker_id in zip(every, worker_ids, strict=True):
                     each.worker_id = worker_id
                 self._awaited = {each.rank for each in every}
-                self._entries.begin(max(worker_ids))
+                self._entries.count, self._entries.joins = 0, 0  # numbers of a new world
+                self._entries.first_ids = max(worker_ids)
                 self._members.send(every, wire.Registered(registrations, self._members.world))
             elif self._step == _REACH:
                 self._awaited = {each.rank for each in self._unconfirmed}

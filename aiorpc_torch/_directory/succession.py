@@ -1,11 +1,14 @@
-"""Members of a running world that connect again: at this directory, or after another one's end."""
+"""Members of a running world that connect again: at this directory, or after another one's end.
+
+Each member keeps a `View` of its world, so any of them can tell a new directory what it must know.
+"""
 
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from . import directory_messages as wire
-from .directory_messages import FromWorker
+from .directory_messages import FromWorker, ToWorker
 from .entries import HAS_ENDED, Entries, taken
 from .members import Connections, Members, Process, digest
 from .registration import MAX_PROCESSES, Registration
@@ -14,6 +17,7 @@ RESUME_TIMEOUT = 2.0  # seconds for the members to connect to a directory that h
 ANSWER_TIMEOUT = 2.0  # seconds for a survivor to tell what it knows
 MAX_HELD = 16  # messages of a survivor
 MAX_UNKNOWN = 64  # entries that no member knows of, when a directory has taken over
+MAX_LEAVING = 256  # members that have left last, which the directory may still know
 
 
 def check_numbers(known: wire.Known) -> None:
@@ -23,6 +27,60 @@ def check_numbers(known: wire.Known) -> None:
     numbers = known.entries, known.joins, known.first_ids, *ranks, *ids
     if not all(0 <= each < 2 * MAX_PROCESSES for each in numbers):
         raise ValueError("no numbers of a world")
+
+
+class View:
+    """The world as one member has heard of it: enough to take the place of the directory."""
+
+    def __init__(self) -> None:
+        self.entries = self.joins = 0
+        """Entries, and those of them under a new rank, up to the last that this member knows."""
+        self.world = ""
+        self._first_ids = 0  # the highest worker id of the start
+        self._members: dict[str, wire.Member] = {}
+        self._leaving: dict[str, None] = {}  # oldest first
+
+    def hear(self, message: ToWorker) -> None:
+        """Note what a message of the directory tells."""
+        match message:
+            case wire.Registered(_, world):
+                self.world = world
+            case wire.Entering(own, _, _, world):
+                self.world = world
+                self.count(own)
+            case wire.Members(members):
+                self._members.clear()
+                self._leaving.clear()
+                for each in members:
+                    self._add(each)
+            case wire.Add(member):
+                self._add(member)
+            case wire.Left(name, worker_id):
+                known = self._members.get(name)
+                if known is not None and known.worker_id == worker_id:
+                    self._leaving[name] = None
+                if len(self._leaving) > MAX_LEAVING:  # a world of a week has thousands
+                    oldest = next(iter(self._leaving))
+                    del self._leaving[oldest], self._members[oldest]
+
+    def _add(self, member: wire.Member) -> None:
+        own = member.registration
+        self._members[own.name] = member
+        self._leaving.pop(own.name, None)
+        self._first_ids = max(self._first_ids, member.worker_id - own.entry)
+        self.count(own)
+
+    def count(self, entered: Registration) -> None:
+        """Note the numbers of a process, so that no other one gets them."""
+        self.entries = max(self.entries, entered.entry)
+        if entered.joined:
+            self.joins = max(self.joins, entered.rank - entered.world_size + 1)
+
+    def known(self, lost: Iterable[str], left: Iterable[str] = ()) -> wire.Known:
+        """Return what a directory has to know: and who is lost, or has told of its leave."""
+        members, leaving = [*self._members.values()], [*{**self._leaving, **dict.fromkeys(left)}]
+        numbers = self.entries, self.joins, self._first_ids
+        return wire.Known(*numbers, members, leaving, [*lost], self.world)
 
 
 class Survivors:
@@ -35,7 +93,7 @@ class Survivors:
     def __init__(self, connections: Connections, grace: float, on_none: Callable[[], None]) -> None:
         self._connections, self._on_none = connections, on_none
         self.held: dict[int, list[FromWorker]] = {}  # by connection
-        self._asked: int | None = None  # its connection
+        self.asked: int | None = None  # connection of the one that is asked what it knows
         self.has_grace = grace > 0.0
         if self.has_grace:
             connections.call_later(grace, self._end_grace)
@@ -58,20 +116,16 @@ class Survivors:
         return True
 
     def _ask_next(self) -> None:
-        if self._asked is None and self.held:
-            self._asked = next(iter(self.held))
-            self._connections.send([self._asked], wire.Recall())
-            self._connections.call_later(ANSWER_TIMEOUT, partial(self._expire, self._asked))
+        if self.asked is None and self.held:
+            self.asked = next(iter(self.held))
+            self._connections.send([self.asked], wire.Recall())
+            self._connections.call_later(ANSWER_TIMEOUT, partial(self._expire, self.asked))
 
     def _expire(self, connection: int) -> None:
         """Wait no longer for what a survivor knows: it is frozen, say."""
-        if self.is_asked(connection):
+        if connection == self.asked:
             self._connections.close_connection(connection)
             self.forget(connection)
-
-    def is_asked(self, connection: int) -> bool:
-        """Return whether that one is asked what it knows."""
-        return connection == self._asked
 
     def check(self, connection: int, known: wire.Known) -> None:
         """Check what the one knows that is asked: it must be a member of that world."""
@@ -81,21 +135,16 @@ class Survivors:
         found = {each.name: each for each in known.members}.get(resumed.registration.name)
         if not resumed.key or found is None or found.digest != digest(resumed.key):
             raise ValueError("it is no member of the world that it knows")
-        self._asked = None
+        self.asked = None
 
     def forget(self, connection: int) -> None:
         """Note the end of a connection."""
         if self.held.pop(connection, None) is not None:
-            if self.is_asked(connection):
-                self._asked = None
+            if connection == self.asked:
+                self.asked = None
                 self._ask_next()
             if not self.held:
                 self._on_none()
-
-    def release(self) -> Mapping[int, Sequence[FromWorker]]:
-        """Return what each has sent, its first message included: their world is known now."""
-        held, self.held = self.held, {}
-        return held
 
 
 class Succession:
@@ -109,7 +158,7 @@ class Succession:
         self._members, self._entries = members, entries
         self.is_resuming = False  # whether it has taken over, and waits for members
         self._absent: set[str] = set()  # members that may be alive, and have not connected yet
-        self._recalled: set[int] = set()  # connections of those that are asked what they know
+        self.recalled: set[int] = set()  # connections of those that are asked what they know
         self._resumed: dict[Process, int] = {}  # the entries that each knows of, until that is over
 
     def begin(self, known: wire.Known) -> None:
@@ -141,17 +190,9 @@ class Succession:
         for connection in replaced:  # its process may judge
             self._entries.gone(connection)
 
-    def _recall(self, connection: int) -> None:
-        self._recalled.add(connection)
-        self._members.connections.send([connection], wire.Recall())
-
-    def is_recalled(self, connection: int) -> bool:
-        """Return whether a member is asked what it knows."""
-        return connection in self._recalled
-
     def answer(self, connection: int, known: wire.Known) -> None:
         """Add what a member knows that was asked."""
-        self._recalled.discard(connection)
+        self.recalled.discard(connection)
         self._learn(known)
         if self.is_resuming:
             self.end_if_complete()
@@ -160,13 +201,13 @@ class Succession:
 
     def forget(self, connection: int) -> None:
         """Note the end of a connection."""
-        if connection in self._recalled:
-            self._recalled.discard(connection)
+        if connection in self.recalled:
+            self.recalled.discard(connection)
             self.end_if_complete()
 
     def end_if_complete(self) -> None:
         """End the wait for the members once all that may be alive are connected."""
-        if not (self._recalled or self._absent):
+        if not (self.recalled or self._absent):
             self._end()
 
     def _end(self) -> None:
@@ -177,16 +218,13 @@ class Succession:
                 self._members.remove(each)
                 self._members.send_all(wire.Left(each.name, each.worker_id))
         # Not the list of all members to all of them.
-        current: list[Process] = []
-        behind: list[Process] = []
-        for each in self._members.here():
-            knows_all = self._resumed.get(each) == self._entries.count
-            (current if knows_all else behind).append(each)
+        here, count = self._members.here(), self._entries.count
+        current = [each for each in here if self._resumed.get(each) == count]
         self._members.send(current, wire.Moved(self._members.keeper))
         self._members.send_ends(current)
-        if behind:
+        if behind := [each for each in here if self._resumed.get(each) != count]:
             self._entries.update(behind)
-        self._recalled.clear()
+        self.recalled.clear()
         self._resumed.clear()
         self.is_resuming = False
         self._entries.open()
@@ -210,7 +248,8 @@ class Succession:
                 self._resumed[process] = message.entries
             self._reopen(process, connection)
             if message.entries > self._entries.known:  # it knows of others that have entered
-                self._recall(connection)
+                self.recalled.add(connection)
+                self._members.connections.send([connection], wire.Recall())
             elif not self.is_resuming:  # else it is told at the end of that
                 self._entries.update([process])
         else:
@@ -231,18 +270,17 @@ class Succession:
         """Let a process enter whose entry another directory had begun: it keeps its numbers."""
         own, worker_id, entries = message.registration, message.worker_id, self._entries
         key, holder = digest(message.key), self._members.named.get(own.name)
-        newer = holder if holder is not None and holder.worker_id > worker_id else None
-        every = (*self._members.named.values(), *entries.with_id(worker_id))
-        same = [each for each in every if each.worker_id == worker_id]
+        if holder is not None and holder.worker_id > worker_id:
+            failure = wire.Failed(taken(holder.registration, own))
+            self._turn_away(connection, message, failure)
+            return
+        same = entries.with_id(worker_id)
         is_own = all(
             each.name == own.name and hmac.compare_digest(each.digest, key) for each in same
         )
-        if not self._is_possible(own, worker_id) or newer is not None or not is_own:
+        if not (is_own and self._is_possible(own, worker_id)):
             text = f"{own} was to enter, and another process has got its number meanwhile"
-            failure = wire.Failed(text, [])
-            if newer is not None:
-                failure = wire.Failed(taken(newer.registration, own))
-            self._turn_away(connection, message, failure)
+            self._turn_away(connection, message, wire.Failed(text, []))
             return
         for each in same:  # it stays a member if it is one: others may have added it
             entries.forget(each)

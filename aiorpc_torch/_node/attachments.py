@@ -38,21 +38,14 @@ T = TypeVar("T")
 
 
 class Attachments:
-    """The messages of one process's attachment, and of its peers'. `Holding` for its calls.
-
-    Args:
-        members: the workers of torch's world.
-        membership: hears what the peers tell.
-        timeout: seconds for which a call to a peer that is not attached is held.
-        on_device_map: is called on the loop with each peer that attaches, and its device map for
-            this process if it has one.
-    """
+    """The messages of one process's attachment, and of its peers'. `Holding` for its calls."""
 
     def __init__(
         self,
-        members: Peers,
-        membership: "Membership",
-        timeout: float,
+        members: Peers,  # the workers of torch's world
+        membership: "Membership",  # hears what the peers tell
+        timeout: float,  # seconds for which a call to a peer that is not attached is held
+        # Called on the loop with each peer that attaches and has a device map for this process.
         on_device_map: Callable[[str, Mapping[str, str]], None],
     ) -> None:
         self.timeout = timeout
@@ -84,45 +77,40 @@ class Attachments:
         return found is not None and found.attachment is not Attachment.ATTACHED
 
     async def wait_until_serving(self, peer: Peer) -> int:
-        """Wait until a peer is attached; return how many times it has attached.
-
-        Raises:
-            WorkerUnreachable: if it does not have this package.
-            NotInWorld: if torch's RPC has ended here.
-            WorkerLost: if torch does not reach it.
+        """Wait until a peer is attached; return how many times it has attached. Raises
+        WorkerUnreachable if it does not have this package, NotInWorld if torch's RPC has ended
+        here, WorkerLost if torch does not reach it.
         """
         # The usual case, in the caller's own loop: that of `attach` may be blocked.
         is_serving = peer.attachment is Attachment.ATTACHED and not peer.has_left
         if is_serving or peer.name == self._members.name:
             return peer.epoch
-        return await self._on_loop(self._wait_until_serving(peer))
 
-    async def _wait_until_serving(self, peer: Peer) -> int:
-        if isinstance(peer.refusal, WorkerLost):
-            await self._ask(peer)  # it may be reachable again
-        while self.has_agent():
-            if peer.has_left or self._members.peers.get(peer.name) is not peer:
-                raise WorkerLeft(peer.name, LEFT_GROUP)
-            if peer.refusal is not None:
-                raise peer.refusal.with_traceback(None)  # one error for all calls
-            if peer.attachment is Attachment.ATTACHED:
-                return peer.epoch
-            if not await self._membership.wait_for_change():
-                break
-        raise NotInWorld(LEAVING if self.has_agent() else AGENT_ENDED)
+        async def wait() -> int:
+            if isinstance(peer.refusal, WorkerLost):
+                await self._ask(peer)  # it may be reachable again
+            while self.has_agent():
+                if peer.has_left or self._members.peers.get(peer.name) is not peer:
+                    raise WorkerLeft(peer.name, LEFT_GROUP)
+                if peer.refusal is not None:
+                    raise peer.refusal.with_traceback(None)  # one error for all calls
+                if peer.attachment is Attachment.ATTACHED:
+                    return peer.epoch
+                if not await self._membership.wait_for_change():
+                    break
+            raise NotInWorld(LEAVING if self.has_agent() else AGENT_ENDED)
+
+        return await self._on_loop(wait())
 
     async def on_refused(self, peer: Peer, epoch: int) -> None:
-        """Note that a peer has refused a connection in its `epoch`: it leaves. On any event loop.
+        """Note that a peer has refused a connection in its `epoch`. Raises NotInWorld if closed."""
 
-        Raises:
-            NotInWorld: if this process leaves.
-        """
-        await self._on_loop(self._on_refused(peer, epoch))
+        async def note() -> None:
+            if peer.name == self._members.name or not self._membership.is_open:
+                raise NotInWorld(LEAVING)
+            self._membership.report(peer, Event.DETACH, epoch=epoch)
 
-    async def _on_refused(self, peer: Peer, epoch: int) -> None:
-        if peer.name == self._members.name or not self._membership.is_open:
-            raise NotInWorld(LEAVING)
-        self._membership.report(peer, Event.DETACH, epoch=epoch)
+        await self._on_loop(note())
 
     async def _on_loop(self, step: Coroutine[Any, Any, T]) -> T:
         try:
@@ -164,11 +152,10 @@ class Attachments:
         version, _, epoch, is_attached, maps = message
         if version != VERSION:
             theirs = printable(bytes(version).decode(errors="replace"))
-            reason = (
-                f"it speaks {theirs}, and this process {VERSION.decode()}: "
-                "install one version of aiorpc_torch in both"
+            reason = f"it speaks {theirs}, and this process {VERSION.decode()}"
+            error = WorkerUnreachable(
+                peer.name, f"{reason}: install one version of aiorpc_torch in both"
             )
-            error = WorkerUnreachable(peer.name, reason)
             self._membership.report(peer, Event.REFUSE, error)
             return
         before = peer.epoch
@@ -185,23 +172,24 @@ class Attachments:
         if self._is_closed:
             return None
         answer: Future[Any] = Future()
+
+        def handle() -> None:
+            peer = ""
+            try:
+                message = read_attach_message(data)
+                peer = message[1]
+                if (known := self._members.peers.get(peer)) is not None:
+                    self._record(known, message)
+            except Exception as exc:
+                log.warning("%s rejected an unreadable attach message: %r", self._members.name, exc)
+            with contextlib.suppress(RuntimeError):  # torch has stopped
+                answer.set_result(self._message(peer))
+
         try:
-            self._loop.call_soon_threadsafe(self._on_message, data, answer)
+            self._loop.call_soon_threadsafe(handle)
         except RuntimeError:  # the loop is closed
             answer.set_result(self._message(""))
         return answer
-
-    def _on_message(self, data: bytes, answer: "Future[Any]") -> None:
-        peer = ""
-        try:
-            message = read_attach_message(data)
-            peer = message[1]
-            if (known := self._members.peers.get(peer)) is not None:
-                self._record(known, message)
-        except Exception as exc:
-            log.warning("%s rejected an unreadable attach message: %r", self._members.name, exc)
-        with contextlib.suppress(RuntimeError):  # torch has stopped
-            answer.set_result(self._message(peer))
 
     def open(self) -> None:
         """Begin the next epoch: from now on this process answers as attached.

@@ -92,16 +92,13 @@ class NodeConfig:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.watchdog is not None:
             check_type("watchdog", self.watchdog, Real, " or None")
-            if not MIN_WATCHDOG <= self.watchdog < float("inf"):
-                raise ValueError(
-                    "watchdog must be None or a finite number of seconds, at least "
-                    f"{MIN_WATCHDOG}, got {self.watchdog!r}"
-                )
-        if not MIN_HEARTBEAT <= self.heartbeat < float("inf"):
-            raise ValueError(
-                "heartbeat must be a finite number of seconds, at least "
-                f"{MIN_HEARTBEAT}, got {self.heartbeat!r}"
-            )
+        for option, kind, least, seconds in (
+            ("watchdog", "None or a finite", MIN_WATCHDOG, self.watchdog),
+            ("heartbeat", "a finite", MIN_HEARTBEAT, self.heartbeat),
+        ):
+            if seconds is not None and not least <= seconds < float("inf"):
+                text = f"{option} must be {kind} number of seconds, at least {least}"
+                raise ValueError(f"{text}, got {seconds!r}")
 
 
 @dataclass(frozen=True, slots=True)

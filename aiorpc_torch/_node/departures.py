@@ -27,7 +27,6 @@ from .._endpoint import entry_points
 from .._peers.peers import Activity, Peers, Report, reason_of
 from .._text import printable
 from .._torch.agent import is_running
-from .._torch.compat import WorkerInfo
 from .._torch.transport import send, wrap_future
 from .._wire.exceptions import RemoteFailure
 from .._wire.plain import dump, reader, wire_text
@@ -54,22 +53,18 @@ class Request(NamedTuple):
     token: int
     goal: Activity
     among: Sequence[str]
-    patience: float
-    """Seconds; 0 asks for an answer at once, and ends the wait `token`."""
+    patience: float  # seconds; 0 asks for an answer at once, and ends the wait `token`
 
 
 class Answer(NamedTuple):
     """The answer to a request: the report of the process that answers, and what it knows."""
 
     is_reached: bool
-    is_open: bool
-    """Whether the process answers requests later than at once."""
+    is_open: bool  # whether the process answers requests later than at once
     report: Report
     missing: Sequence[str]
-    done: Sequence[tuple[str, int]]
-    """Names and processes of workers whose blocks have ended in order."""
-    lost: Mapping[str, str]
-    """The reasons of the lost workers."""
+    done: Sequence[tuple[str, int]]  # names and processes of workers whose blocks ended in order
+    lost: Mapping[str, str]  # the reasons of the lost workers
 
 
 _read_plain_request = reader(Request)
@@ -82,12 +77,8 @@ class Departures:
 
     members: Peers
     pool: ConnectionPool
-    linked: Callable[[], set[str]]
-    """Returns the peers with an open connection."""
-    probe: Callable[[str], None]
-    """Asks whether a peer lives."""
-    has_coordinator: bool
-    """Whether the worker that keeps the directory is one."""
+    linked: Callable[[], set[str]]  # returns the peers with an open connection
+    probe: Callable[[str], None]  # asks whether a peer lives
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -102,8 +93,8 @@ class Departures:
 
     @property
     def coordinator(self) -> str | None:
-        """Return the name of the coordinator, None without one."""
-        return self.members.coordinator if self.has_coordinator else None
+        """Return the name of the coordinator, None without one: `init_rpc` started the world."""
+        return None if self.members.is_attached else self.members.coordinator
 
     def move(self, coordinator: str) -> None:
         """Let another worker be the coordinator. All that wait ask there, with what they do."""
@@ -168,11 +159,7 @@ class Departures:
         self._has_ended = True
 
     async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
-        """Wait until the peers `among` (default: all) have reached `goal`.
-
-        Raises:
-            NotInWorld: once this worker is in its world no more.
-        """
+        """Wait until the peers `among` (default: all) reach `goal`, or raise NotInWorld."""
         token, is_reached = next(self._tokens), not self.members.peers
         self._serving += goal is Activity.SERVING
         self._report()
@@ -264,11 +251,8 @@ class Departures:
         return Request(self.members.name, self.members.own.report, token, goal, among, patience)
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
-        data = dump(request)
-        return wrap_future(send(self._info(peer), entry_points.departure, data))
-
-    def _info(self, peer: str) -> WorkerInfo:
-        return self.members.peers[peer].member.info
+        info = self.members.peers[peer].member.info
+        return wrap_future(send(info, entry_points.departure, dump(request)))
 
     async def _ask(self, peer: str, request: Request) -> Answer | None:
         """Return a peer's answer; None if it does not answer or is lost."""
@@ -280,23 +264,22 @@ class Departures:
                 future.add_done_callback(self._asked.discard)
             with self.pool.watching_peers({peer}, functools.partial(_fail, future)):
                 async with asyncio.timeout(timeout):
-                    answer = _read_answer(await future)
-            self._on_answer(peer, answer)
+                    data = await future
+            data = data.raise_() if isinstance(data, RemoteFailure) else data
+            answer: Answer = _read_plain_answer(data)
+            self._record(peer, answer.report)
+            if peer != self.coordinator:
+                return answer
+            done = {*answer.done}
+            for each in self.members.peers.values():
+                each.is_done_there |= (each.name, each.worker_id) in done
+                each.loss_there = printable(answer.lost.get(each.name, ""))
+            if (answering := self.members.get(peer, answer.report.worker_id)) is not None:
+                answering.is_open &= answer.is_open
             return answer
         except Exception as exc:  # torch does not reach it, or it leaves
             log.debug("%s: no answer from worker %r: %r", self.members.name, peer, exc)
             return None
-
-    def _on_answer(self, peer: str, answer: Answer) -> None:
-        self._record(peer, answer.report)
-        if peer != self.coordinator:
-            return
-        done = {*answer.done}
-        for each in self.members.peers.values():
-            each.is_done_there |= (each.name, each.worker_id) in done
-            each.loss_there = printable(answer.lost.get(each.name, ""))
-        if (answering := self.members.get(peer, answer.report.worker_id)) is not None:
-            answering.is_open &= answer.is_open
 
     def _record(self, name: str, report: Report) -> None:
         if (known := self.members.get(name, report.worker_id)) is not None:
@@ -407,9 +390,8 @@ class Departures:
         answers = []
         for peer in peers:
             with contextlib.suppress(Exception):  # torch does not reach it
-                answers.append(
-                    wrap_future(send(self._info(peer), entry_points.leave_message, data))
-                )
+                info = self.members.peers[peer].member.info
+                answers.append(wrap_future(send(info, entry_points.leave_message, data)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MESSAGE_TIMEOUT):
                 await asyncio.gather(*answers, return_exceptions=True)
@@ -431,8 +413,3 @@ def _read_request(data: bytes) -> Request:
     if not 0 <= request.patience <= MAX_PATIENCE:
         raise ValueError(f"not a patience: {request.patience}")
     return request
-
-
-def _read_answer(data: Any) -> Answer:
-    """Return the answer of a peer; raise the error with which it has answered."""
-    return _read_plain_answer(data.raise_() if isinstance(data, RemoteFailure) else data)  # type: ignore[no-any-return]

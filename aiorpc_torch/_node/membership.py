@@ -31,7 +31,6 @@ from .._peers.peers import (
     Peer,
     Peers,
     State,
-    left_text,
     reason_of,
     replaced_text,
 )
@@ -79,34 +78,24 @@ Children = Mapping[str, Child]
 
 
 class Membership:
-    """The membership of one world, on the loop that created it, from `start` to `close`.
-
-    Args:
-        peers: the records. In a world that `init_rpc` has started, silence counts on open
-            connections only.
-        heartbeat: seconds of silence after which a peer is lost.
-        node: this worker, with its connections.
-        children: those of the peers that are child processes, by name.
-    """
+    """The membership of one world, on the loop that created it, from `start` to `close`."""
 
     def __init__(
         self,
         peers: Peers,
-        heartbeat: float,
-        node: "Node",
+        heartbeat: float,  # seconds of silence after which a peer is lost
+        node: "Node",  # this worker, with its connections
         children: Children | None = None,
     ) -> None:
         self.log = ChangeLog()
-        self.agent: Agent | None = None
-        """Learns of the processes that enter, and of those that are forgotten."""
+        self.agent: Agent | None = None  # learns of processes that enter, or are forgotten
         self._peers = peers
         self._heartbeat = heartbeat
         self._node = node
         self._children = {} if children is None else children
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
-        self.is_open = True
-        """Whether reports are heard: until `close`."""
+        self.is_open = True  # reports are heard: until `close`
         self._changed = asyncio.Event()  # set and replaced after each report
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,7 +124,6 @@ class Membership:
     # ── reports, in any thread ──────────────────────────────────────────────────────────────────
 
     def on_message(self, peer: Peer) -> None:
-        """Note a message of a process that is not alive."""
         if peer.state is State.LOST:  # it was frozen or unreachable
             call_soon(self._loop, self.report, peer, Event.MESSAGE)
 
@@ -149,11 +137,7 @@ class Membership:
         self.report(peer, Event.ANSWER)
 
     def on_disconnect(self, name: str, worker_id: int, error: RpcError) -> RpcError | None:
-        """Probe a process whose connection ended without a leave message.
-
-        Return the error of the calls of that connection. None if the process is a child of this
-        one that has ended or ends now: its loss, which follows, has the reason.
-        """
+        """Probe a process whose connection ended without a leave message; see `PeerObserver`."""
         peer = self._peers.get(name, worker_id)
         if peer is None or name == self._peers.name:
             return error
@@ -172,13 +156,11 @@ class Membership:
 
     def _on_leave_message(self, name: str, worker_id: int, what: str, text: str) -> None:
         peer = self._peers.get(name, worker_id)
-        if peer is not None and what == "detached" and text.isdecimal():
+        if what == "detached" and text.isdecimal():
             self.report(peer, Event.DETACH, epoch=int(text))
-        elif peer is not None and what == "failed":
+        elif what == "failed":
             self.report(peer, Event.FAILURE, error_of_close(name, "failed", text))
-        elif peer is not None and (
-            what == "left" or (what == "retires" and not self._peers.is_attached)
-        ):
+        elif what == "left" or (what == "retires" and not self._peers.is_attached):
             self.report(peer, Event.LEAVE)
 
     # ── reports, on the loop ────────────────────────────────────────────────────────────────────
@@ -209,7 +191,6 @@ class Membership:
             self.report(peer, Event.CUT)
 
     def lose(self, name: str, error: RpcError) -> None:
-        """Note that a peer is lost."""
         self.report(self._peers.peers.get(name), Event.LOSS, error)
 
     def abandon(self, name: str, error: RpcError) -> None:
@@ -243,7 +224,9 @@ class Membership:
                     case Duty.TELL if change is not None:
                         self._tell(change)
                     case Duty.FAIL if error is not None:
-                        self._node.fail(peer.name, error)
+                        self._node.pool.on_peer_lost(peer.name, error)
+                        reason = reason_of(error)
+                        self._node.server.sessions.cancel_calls_of(peer.name, reason)
                     case Duty.REPORT if error is not None:
                         self._report_loss(peer, error)
                     case Duty.PING:
@@ -255,7 +238,10 @@ class Membership:
                     case Duty.END if error is not None:
                         self._end(peer, error)
                     case Duty.FORGET:
-                        self._forget(peer)
+                        left = f"worker {peer.name!r} has left its world"
+                        self._node.end_process(peer, WorkerLeft(peer.name), left)
+                        if self.agent is not None:
+                            self.agent.free_name(peer.member)
         finally:
             self.wake()
             if is_changed:
@@ -274,14 +260,10 @@ class Membership:
         text = replaced_text(peer.name) if is_replaced else str(error)
         self._node.end_process(peer, error, text)
         if is_replaced and (address := self._peers.address_elsewhere(peer)):
-            own, others = self._peers.own.member.address, self._peers.addresses()
+            own = self._peers.own.member.address
+            others = [each.member.address for each in self._peers.peers.values()]
             if end_once_silent(address, own, self._heartbeat, others):
                 self._start(_ping_once(peer))
-
-    def _forget(self, peer: Peer) -> None:
-        self._node.end_process(peer, WorkerLeft(peer.name), left_text(peer.name))
-        if self.agent is not None:
-            self.agent.free_name(peer.member)
 
     def report_losses(self, on_loss: Callable[[RpcError], None]) -> None:
         """Call `on_loss` for each peer that is lost, now or later."""
@@ -291,17 +273,17 @@ class Membership:
                 self._report_loss(peer, peer.error)
 
     def _report_loss(self, peer: Peer, error: RpcError) -> None:
-        if self._on_loss is not None and peer.failure is not None:
-            self._on_loss(error)
-        elif self._on_loss is not None:
-            self._start(self._report_unless_left(self._on_loss, peer.name, error))
+        if (on_loss := self._on_loss) is None:
+            return
 
-    async def _report_unless_left(
-        self, on_loss: Callable[[RpcError], None], name: str, error: RpcError
-    ) -> None:
-        """Report the loss, unless the peer's block had ended in order before."""
-        if not await self._node.departures.is_done(name):
+        async def report_unless_left() -> None:
+            if not await self._node.departures.is_done(peer.name):  # its block ended in order
+                on_loss(error)
+
+        if peer.failure is not None:
             on_loss(error)
+        else:
+            self._start(report_unless_left())
 
     async def _await_exit(self, peer: Peer, error: RpcError) -> None:
         """Lose a child when its exit code is known; with `error` if it stays unknown."""
@@ -332,8 +314,10 @@ class Membership:
     def _check(self) -> None:
         # First, and the paths last: an exception of one part must not end the watch.
         self._timer = self._loop.call_later(self._heartbeat / 8, self._check)
-        awaited = self._node.awaited()
-        if self._peers.is_attached:
+        # What something waits for, or whose calls run here.
+        pool, sessions = self._node.pool, self._node.server.sessions
+        awaited = pool.awaited_peers() | sessions.callers()
+        if self._peers.is_attached:  # silence counts on open connections only
             awaited &= self._node.linked()
         now = time.monotonic()
         if self._peers.end_answered_probes(now):
@@ -344,7 +328,8 @@ class Membership:
         for peer, seconds in lost:
             self.report(peer, Event.LOSS, self._silence_error(peer, seconds))
         self._send_again({peer for peer, _ in lost})
-        self._node.check_paths(PATH_TIMEOUT * self._heartbeat)
+        pool.check_paths(PATH_TIMEOUT * self._heartbeat)
+        sessions.check_paths(PATH_TIMEOUT * self._heartbeat)
 
     def _send_again(self, lost: set[Peer]) -> None:
         """Let TCP send again soon to peers that are lost now, and to those that are back.
@@ -367,7 +352,8 @@ class Membership:
         return WorkerLost(peer.name, text)
 
     def _ping(self, peer: Peer) -> None:
-        self._node.ping(peer.name)
+        self._node.pool.ping(peer.name)  # the event loops, on each connection
+        self._node.server.sessions.ping(peer.name)
         if peer.is_pinged:
             return
         try:
@@ -430,28 +416,26 @@ class Membership:
         peer = self._peers.peers.get(name)
         return None if peer is None else peer.failure
 
+    async def _until(self, is_so: Callable[[], object]) -> bool:
+        """Wait until something is so; return False if this worker leaves before. On any loop."""
+
+        async def wait() -> bool:
+            while self.is_open:
+                if is_so():
+                    return True
+                await self._changed.wait()
+            return False
+
+        return await await_on(self._loop, wait())
+
     async def wait_until_probed(self, name: str) -> None:
         """Wait for the ping that is under way, if one is. On any loop."""
-        await await_on(self._loop, self._wait_until_probed(name))
-
-    async def _wait_until_probed(self, name: str) -> None:
-        while self.is_open and (peer := self._peers.peers.get(name)) and peer.is_probed:
-            await self._changed.wait()
+        await self._until(lambda: not ((peer := self._peers.peers.get(name)) and peer.is_probed))
 
     async def wait_until_alive(self, name: str, former: int = -1) -> None:
-        """Wait until a lost peer has rejoined; return at once if it is not lost. On any loop.
+        """Wait until a peer is not lost; see `PeerObserver`. Process `former` counts as lost."""
 
-        The process with the worker id `former` does not count.
-
-        Raises:
-            WorkerLost: if it will not rejoin.
-            WorkerLeft: if it has left in order.
-            NotInWorld: once this worker leaves its world.
-        """
-        await await_on(self._loop, self._wait_until_alive(name, former))
-
-    async def _wait_until_alive(self, name: str, former: int) -> None:
-        while self.is_open:
+        def is_alive() -> bool:
             peer = self._peers.workers.get(name)
             if peer is None:
                 raise WorkerLost(name, "it is lost for so long that its name is forgotten")
@@ -459,11 +443,10 @@ class Membership:
                 raise WorkerLeft(name)
             if peer.final is not None:
                 raise peer.final
-            is_alive = peer.state is State.ALIVE and not peer.is_probed
-            if is_alive and peer.worker_id != former:
-                return
-            await self._changed.wait()
-        raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
+            return peer.state is State.ALIVE and not peer.is_probed and peer.worker_id != former
+
+        if not await self._until(is_alive):
+            raise NotInWorld(f"this worker has left its world; it waited for worker {name!r}")
 
     async def wait_for_change(self) -> bool:
         """Wait for the next report of any peer; return False if this worker leaves. On its loop."""
@@ -481,12 +464,8 @@ class Membership:
     async def next_change(self, entry: Entry) -> Entry | None:
         """Wait for the entry after that one; None if this worker leaves before. On any loop."""
         if entry.next is None and not self.log.is_closed:
-            await await_on(self._loop, self._wait_for_change(entry))
+            await self._until(lambda: entry.next is not None or self.log.is_closed)
         return entry.next
-
-    async def _wait_for_change(self, entry: Entry) -> None:
-        while entry.next is None and not self.log.is_closed:
-            await self._changed.wait()
 
 
 async def _ping_once(peer: Peer) -> None:

@@ -14,7 +14,7 @@ from .._aio.places import lines_of_loop
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._endpoint.entry_points import completed_future
-from .._peers.peers import Event, Peer, Peers, reason_of
+from .._peers.peers import Event, Peer, Peers
 from .._port.port import Port
 from .._server.exports import ExportPolicy
 from .._server.server import Server
@@ -22,14 +22,14 @@ from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
 from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from .._wire.standing import dump_lines
+from .._wire.standing import dump_answer, dump_lines, read_question
 from ..errors import RpcError, WorkerLeft
 from .attachments import LEFT_GROUP, Attachments
 from .config import NodeConfig
 from .departures import Departures
 from .membership import Children, Membership
 from .registry import Registry
-from .standing import Answers
+from .standing import Answers, tracing
 
 _read_leave_message = reader(tuple[str, int, str])
 
@@ -46,21 +46,14 @@ class Node:
 
     `worker` and `attach` make it the current node of the process, then start it. Until then it
     holds what peers send by torch RPC.
-
-    Args:
-        members: the workers of the world; `worker` learns them once torch's RPC has started. There
-            is no coordinator if `init_rpc` has started it.
-        config: the options of this worker.
-        children: as for `Membership`.
-        introductions: open the connections to peers (default: by torch RPC).
     """
 
     def __init__(
         self,
-        members: Peers,
+        members: Peers,  # the workers; `worker` learns them once torch's RPC has started
         config: NodeConfig,
         children: Children | None = None,
-        introductions: Introductions | None = None,
+        introductions: Introductions | None = None,  # open the connections (default: by torch RPC)
     ) -> None:
         self.members = members
         self.membership = Membership(members, config.heartbeat, self, children)
@@ -70,16 +63,12 @@ class Node:
                 members, self.membership, config.start_timeout, self._use_map_of
             )
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
-        self._answers = Answers(self)
-        question = self._answers.on_question
+        question = Answers(self).on_question
         self.server = Server(members, self.membership, config.threads, exports, question)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.membership, introductions, config.max_restarts)
-        self.departures = Departures(
-            members, self.pool, self.linked, self.membership.probe, not members.is_attached
-        )
-        self.leaves_alone = False
-        """Whether this worker's exit does not wait for its peers, which go on."""
+        self.departures = Departures(members, self.pool, self.linked, self.membership.probe)
+        self.leaves_alone = False  # this worker's exit does not wait for its peers, which go on
         self.registry = Registry(members, self.server.names, self.membership.wait_until_alive)
         self.loop, self._loop_thread = asyncio.get_running_loop(), get_ident()
         self.manager: Any = None
@@ -87,19 +76,12 @@ class Node:
 
     def start(
         self,
-        host: str | None,
-        workers: Iterable[PeerInfo] = (),
-        agent: Agent | None = None,
-        port: Port | None = None,
+        host: str | None,  # address for peers in other network namespaces, None if there are none
+        workers: Iterable[PeerInfo] = (),  # the members, unless they were known before
+        agent: Agent | None = None,  # learns of replacement processes
+        port: Port | None = None,  # takes the place of a port of `host`
     ) -> None:
-        """Call, watch and serve the peers: all members are known.
-
-        Args:
-            host: address for peers in other network namespaces, None if there are none.
-            workers: the members, unless they were known before.
-            agent: learns of replacement processes.
-            port: takes the place of a port of `host`.
-        """
+        """Call, watch and serve the peers: all members are known."""
         for worker in workers:
             self.members.admit(worker, is_first=True, is_known=True)
         if self.attachments is not None:
@@ -124,7 +106,6 @@ class Node:
         return completed_future(None)
 
     def introduce(self, data: bytes) -> "Future[Any]":
-        """Answer a request for an introduction."""
         return self._answer(self.server.introduce, data)
 
     def loop_lines(self) -> bytes:
@@ -133,7 +114,7 @@ class Node:
 
     async def block_of(self, connection: int, data: bytes) -> bytes:
         """Answer a callee where the block stands that has entered its context manager."""
-        return await self._answers.of_block(connection, data)
+        return dump_answer(0, await tracing(self).of_block(connection, read_question(data)))
 
     def departure(self, data: bytes) -> "Future[Any]":
         """Answer a worker that reports what it does."""
@@ -166,25 +147,6 @@ class Node:
         """Return the peers with an open connection, in either direction."""
         return self.pool.linked() | self.server.sessions.linked()
 
-    def awaited(self) -> set[str]:
-        """Return the peers that something waits for, or whose calls run here."""
-        return self.pool.awaited_peers() | self.server.sessions.callers()
-
-    def ping(self, peer: str) -> None:
-        """Ask the event loops of a peer for a sign of life, on each connection."""
-        self.pool.ping(peer)
-        self.server.sessions.ping(peer)
-
-    def check_paths(self, timeout: float) -> None:
-        """End the connections whose path has carried nothing for `timeout` seconds."""
-        self.pool.check_paths(timeout)
-        self.server.sessions.check_paths(timeout)
-
-    def fail(self, peer: str, error: RpcError) -> None:
-        """Fail the calls to a lost peer, and cancel its own."""
-        self.pool.on_peer_lost(peer, error)
-        self.server.sessions.cancel_calls_of(peer, reason_of(error))
-
     def end_process(self, peer: Peer, error: RpcError, text: str) -> None:
         """End the connections to a process with `error`, and those from it, which learns `text`."""
         self.pool.end_process(peer.name, error)
@@ -192,7 +154,7 @@ class Node:
 
     def end_changes(self) -> None:
         """End the readers' waits, and tell peers of no more names: this worker leaves."""
-        self.membership.log.close()
+        self.membership.log.is_closed = True
         self.membership.wake()
         self.registry.close()
 

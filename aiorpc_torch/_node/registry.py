@@ -31,19 +31,13 @@ UNREACHED_PAUSE = 0.2  # seconds before a peer that could not be reached is call
 
 
 class Registry:
-    """The registered names of one world, as one worker sees and tells them. On the node's loop.
-
-    Args:
-        members: the workers of the world.
-        table: the objects of this worker.
-        wait_until_alive: waits for a lost peer.
-    """
+    """The registered names of one world, as one worker sees and tells them. On the node's loop."""
 
     def __init__(
         self,
         members: Peers,
-        table: NameTable,
-        wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],
+        table: NameTable,  # the objects of this worker
+        wait_until_alive: Callable[[str], Coroutine[Any, Any, None]],  # waits for a lost peer
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_closed = False
@@ -109,10 +103,7 @@ class Registry:
         return [] if self.is_closed else found
 
     async def all_told(self, name: str) -> None:
-        """Wait until every living worker has told its object of a name that is watched.
-
-        One that is lost meanwhile is not waited for.
-        """
+        """Wait until each worker has told its object of a watched name, or is lost."""
         changed = asyncio.Event()
         self.watch(name, changed.set)
         try:
@@ -160,25 +151,21 @@ class Registry:
 
     async def _ask(self, peer: str, name: str) -> None:
         """Ask a peer for the state of a name, until it answers or is gone."""
+        me, target = self._members.me, FunctionTarget(watch_state)
         try:
-            while self._members.is_here(peer) and not await self._ask_once(peer, name):
-                pass
+            while self._members.is_here(peer):
+                process = self._members.peers[peer].worker_id
+                try:
+                    state = await RemoteCall(peer, target, None, name, me.name, me.worker_id)
+                except WorkerGone as exc:
+                    await self._wait_after(exc, peer)
+                else:
+                    self.take(name, Party(peer, process), state)
+                    return
         # It has left, or does not return. Or it was lost as its answer came, with an object of it:
         # its return is a change, and it is asked again.
         except (RpcError, ReferenceError) as exc:
             log.debug("%s: no answer from %r on %r: %r", self._members.name, peer, name, exc)
-
-    async def _ask_once(self, peer: str, name: str) -> bool:
-        """Return False if the answer is lost, once the peer may be asked again."""
-        me, process = self._members.me, self._members.peers[peer].worker_id
-        target = FunctionTarget(watch_state)
-        try:
-            state = await RemoteCall(peer, target, None, name, me.name, me.worker_id)
-        except WorkerGone as exc:
-            await self._wait_after(exc, peer)
-            return False
-        self.take(name, Party(peer, process), state)
-        return True
 
     async def _wait_after(self, exc: WorkerGone, peer: str) -> None:
         """Wait until a peer may be called again: no change of it may follow. Else raise."""
@@ -224,32 +211,28 @@ class Registry:
 
     async def _tell(self, key: tuple[str, Party]) -> None:
         """Tell a process of a name until it knows the last state, or does not watch it any more."""
+        (name, watcher), me, target = key, self._members.me, FunctionTarget(take_state)
         try:
-            while key in self._watchers and not await self._tell_once(*key):
-                pass
-        except RpcError as exc:  # it has left, or does not return
-            log.debug("%s does not tell %r of %r: %r", self._members.name, *key[::-1], exc)
-            self._watchers.pop(key, None)
-        except ReferenceError as exc:  # as in `_ask`: it asks again
-            log.debug("%s does not tell %r of %r: %r", self._members.name, *key[::-1], exc)
+            while (told := self._watchers.get(key)) is not None:
+                state = self._table.state(name)
+                try:
+                    is_watched = await RemoteCall(
+                        watcher.name, target, None, name, me.name, me.worker_id, state
+                    )
+                except WorkerGone as exc:
+                    await self._wait_after(exc, watcher.name)
+                    continue
+                if self._watchers.get(key) is not told:
+                    continue  # it has asked again meanwhile: this answer may be from before
+                if not is_watched:
+                    del self._watchers[key]
+                    return
+                self._watchers[key] = state
+                if self._table.find(name) is state[1]:
+                    return
+        except (RpcError, ReferenceError) as exc:
+            log.debug("%s does not tell %r of %r: %r", self._members.name, watcher, name, exc)
+            if isinstance(exc, RpcError):  # it has left, or does not return. Else it asks again
+                self._watchers.pop(key, None)
         finally:
             self._telling.discard(key)
-
-    async def _tell_once(self, name: str, watcher: Party) -> bool:
-        """Tell the present state; return whether the watcher then knows the last one."""
-        me, state, told = self._members.me, self._table.state(name), self._watchers[name, watcher]
-        call = RemoteCall(
-            watcher.name, FunctionTarget(take_state), None, name, me.name, me.worker_id, state
-        )
-        try:
-            is_watched = await call
-        except WorkerGone as exc:
-            await self._wait_after(exc, watcher.name)
-            return False
-        if self._watchers.get((name, watcher)) is not told:
-            return False  # it has asked again meanwhile: this answer may be from before
-        if is_watched:
-            self._watchers[name, watcher] = state
-        else:
-            del self._watchers[name, watcher]
-        return self._table.find(name) is state[1]

@@ -40,11 +40,7 @@ MAX_ANSWERING = 16  # questions that are answered at a time
 
 
 class Answers:
-    """The answers of one worker. On the loop that serves.
-
-    Args:
-        worker: the worker.
-    """
+    """The answers of one worker. On the loop that serves."""
 
     def __init__(self, worker: "Node") -> None:
         self._worker = worker
@@ -63,30 +59,16 @@ class Answers:
 
     async def _answer(self, session: Session, question: Question) -> None:
         try:
-            nodes = await self._tracing().of_session(session, question)
+            nodes = await tracing(self._worker).of_session(session, question)
         except Exception as exc:  # frames are read while other threads run them
             log.debug("it is not known where calls stand: %r", exc)
             return
         if session.is_open:
             session.send(WHERE, dump_answer(question.id, nodes))
 
-    async def of_block(self, connection: int, data: bytes) -> bytes:
-        """Answer where the call stands whose block has entered a peer's context manager."""
-        return dump_answer(0, await self._tracing().of_block(connection, read_question(data)))
-
-    def _tracing(self) -> "Tracing":
-        server, pool = self._worker.server, self._worker.pool
-        return Tracing(server.view(), pool.outgoing(), server.name)
-
 
 class Tracing:
-    """The calls of one answer, and those that they wait for, over workers.
-
-    Args:
-        view: the calls that run here.
-        outgoing: the pending calls of this process.
-        worker: name of this worker.
-    """
+    """The calls of one answer, which run here, and those that they wait for, over workers."""
 
     def __init__(self, view: View, outgoing: Sequence[Outgoing], worker: str) -> None:
         self._view, self._worker, self._outgoing = view, worker, outgoing
@@ -163,6 +145,11 @@ class Tracing:
         return self._made_by.get(subject.call_key, []), subject.awaits
 
 
+def tracing(worker: "Node") -> Tracing:
+    """Return the calls of a worker, as they stand now."""
+    return Tracing(worker.server.view(), worker.pool.outgoing(), worker.server.name)
+
+
 async def _asked(
     calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits, depth: int, *, is_certain: bool
 ) -> list[CallNode]:
@@ -189,10 +176,7 @@ async def _joined(answers: "Iterable[Coroutine[Any, Any, list[CallNode]]]") -> l
 
 
 async def ask(calls: Sequence[Outgoing], path: Sequence[Key], limits: Limits) -> list[CallNode]:
-    """Ask the peer of a connection where calls of it stand, those of `path` excepted.
-
-    A peer that does not answer in time costs no more than that time.
-    """
+    """Ask a peer where calls of its connection stand, but those of `path`, in bounded time."""
     loop, connection, *_ = calls[0]
     own, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 

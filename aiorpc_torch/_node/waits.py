@@ -23,12 +23,10 @@ class Wait:
 
     asker: str
     worker_id: int
-    token: int
-    """Number of the wait in its process: a repeated one replaces the first."""
+    token: int  # number of the wait in its process: a repeated one replaces the first
     goal: Activity
     among: Sequence[str]
-    answer: Callable[[bool], None]
-    """Called once, unless the asker is gone: with whether the goal is reached."""
+    answer: Callable[[bool], None]  # called once, unless the asker is gone: is the goal reached?
 
 
 class Waits:
@@ -69,7 +67,6 @@ class Waits:
             wait.answer(False)
 
     def end_all(self) -> None:
-        """End all waits."""
         for each in [*self._waits]:
             self.expire(each)
 
@@ -77,18 +74,17 @@ class Waits:
         """Answer the waits that are reached. Those that served are active from then on."""
         if not self._waits:
             return
-        self._waits = [each for each in self._waits if self._is_asked(each)]
+        askers = {each: self._members.get(each.asker, each.worker_id) for each in self._waits}
+        self._waits = [each for each, found in askers.items() if found and found.is_awaited]
         reached = [each for each, missing in self._missing_of_all().items() if not missing]
         for each in reached:
             self._waits.remove(each)
             if each.goal is Activity.SERVING:
-                self._members.workers[each.asker].end_serving()
+                asker = self._members.workers[each.asker]
+                if asker.activity is Activity.SERVING:
+                    asker.activity = Activity.ACTIVE
         for each in reached:
             each.answer(True)
-
-    def _is_asked(self, wait: Wait) -> bool:
-        asker = self._members.get(wait.asker, wait.worker_id)
-        return asker is not None and asker.is_awaited
 
     def _missing_of_all(self) -> dict[Wait, list[str]]:
         return {each: self.missing(each.asker, each.goal, each.among) for each in self._waits}

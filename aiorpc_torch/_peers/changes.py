@@ -53,22 +53,12 @@ class Entry:
 
 
 class ChangeLog:
-    """The log of one worker's world. One thread records; any may read `end` and the entries.
-
-    Attributes:
-        end: The last entry: readers that begin now read what follows.
-        is_closed: Whether no further change is recorded.
-    """
+    """The log of one worker's world. One thread records; any may read `end` and the entries."""
 
     def __init__(self) -> None:
-        self.end = Entry(Change("joined", "", -1))
-        self.is_closed = False
+        self.end = Entry(Change("joined", "", -1))  # readers that begin now read what follows
+        self.is_closed = False  # this worker leaves: no further change is recorded
 
     def record(self, change: Change) -> None:
-        """Append a change."""
         if not self.is_closed:
             self.end.next = self.end = Entry(change)
-
-    def close(self) -> None:
-        """Record no further change: this worker leaves."""
-        self.is_closed = True

@@ -19,7 +19,7 @@ class PeerObserver(Protocol):
         """Note that a peer whose connection has ended has proven itself at a new socket."""
 
     def on_disconnect(self, peer: str, worker_id: int, error: RpcError) -> RpcError | None:
-        """Handle the end of a connection to process `worker_id` of `peer` without a leave message.
+        """Handle the end of a connection to that process of `peer` without a leave message.
 
         Return the error of its calls: `error`, or what the process has told of its failure. None if
         that process has ended or ends now: `ConnectionPool.on_peer_lost` follows with the reason.
@@ -35,16 +35,9 @@ class PeerObserver(Protocol):
         """Return 0 for a live peer, None for a lost one; in between, a load to add."""
 
     async def wait_until_probed(self, peer: str) -> None:
-        """Wait until a peer whose connection has ended has answered a ping or is lost.
-
-        From any loop.
-        """
+        """Wait until a peer whose connection has ended has answered or is lost. On any loop."""
 
     async def wait_until_alive(self, peer: str) -> None:
-        """Wait until a lost peer has rejoined. From any loop.
-
-        Raises:
-            WorkerLost: if it will not.
-            WorkerLeft: if it has left in order.
-            NotInWorld: once this worker leaves its world.
+        """Wait until a lost peer has rejoined. From any loop. Raises WorkerLost if it will not,
+        WorkerLeft if it has left in order, NotInWorld once this worker leaves its world.
         """

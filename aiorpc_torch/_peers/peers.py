@@ -145,34 +145,7 @@ _OF_ATTACHMENT = {Event.ATTACH, Event.DETACH, Event.REFUSE}
 
 
 class Peer:
-    """The record of one process.
-
-    Attributes:
-        member: its addresses and device maps, beside what follows.
-        name: name of its worker.
-        rank: rank of its worker.
-        worker_id: torch's: unlike the rank, it is new for each process.
-        state: changed by `Peers.apply` alone.
-        error: why it is lost, or has ended; None while it is alive.
-        final: why no other process takes its place, None if one may.
-        failure: the failure of its block, as it has told, None if it has not.
-        is_probed: whether it has to answer a ping, or exit, before it counts as alive.
-        probed_since: time of the first look at it after that.
-        is_pinged: whether a ping by torch is under way.
-        has_old_ping: whether it was sent before a connection has ended: then its answer may be too.
-        is_exiting: whether calls wait for its exit code: a loss has to follow.
-        last_heard: time of its last message, which connections write in any thread.
-        attachment: whether it serves, in a world that `init_rpc` has started.
-        epoch: how many times it has attached.
-        refusal: the error of calls to it while it is REFUSED.
-        activity: the last that it has reported of its block.
-        is_done_there: whether its block has ended in order, as the coordinator tells.
-        loss_there: why it is lost for the coordinator, "" if it is not.
-        is_open: whether it takes requests that wait for a goal, if it is the coordinator.
-        introduction: its secrets and addresses for calls from here, once it has told them.
-        credentials: the secrets for calls from there, once it has asked for them.
-        tensor_offer: what it has told of its tensor sockets, None before.
-    """
+    """The record of one process."""
 
     __slots__ = (
         *("activity", "attachment", "credentials", "epoch", "error", "failure", "final"),
@@ -183,34 +156,40 @@ class Peer:
     )
 
     def __init__(self, member: "PeerInfo", *, is_first: bool = False) -> None:
-        self.member = member
-        self.name, self.rank, self.worker_id = member.name, member.rank, member.worker_id
-        self.state = State.ALIVE
-        self.error: RpcError | None = None
-        self.final: RpcError | None = None
-        self.failure: RpcError | None = None
+        self.member = member  # its addresses and device maps, beside what follows
+        self.name, self.rank = member.name, member.rank  # of its worker
+        self.worker_id = member.worker_id  # torch's: unlike the rank, it is new for each process
         self.is_first = is_first  # it was there when this worker started: it is never forgotten
-        self.is_probed = self.is_pinged = self.has_old_ping = self.is_exiting = False
-        self.probed_since: float | None = None
+        self.state = State.ALIVE  # changed by `Peers.apply` alone
+        self.error: RpcError | None = None  # why it is lost, or has ended; None while it is alive
+        self.final: RpcError | None = None  # why no other process takes its place
+        self.failure: RpcError | None = None  # of its block, as it has told
         self.told: Kind | None = None  # the last change that readers know
-        self.last_heard = float("-inf")
+
+        self.is_probed = False  # it has to answer a ping, or exit, before it counts as alive
+        self.probed_since: float | None = None  # time of the first look at it after that
+        self.is_pinged = False  # a ping by torch is under way
+        self.has_old_ping = False  # from before a connection has ended: its answer may be, too
+        self.is_exiting = False  # calls wait for its exit code: a loss has to follow
+        self.last_heard = float("-inf")  # time of its last message, written in any thread
         self.watched_since: float | None = None  # time from which its silence counts
         self.silent_since: float | None = None  # time of a ping that is not answered
-        self.attachment = Attachment.UNKNOWN
-        self.epoch = 0
-        self._has_detached = True  # in this epoch
-        self.refusal: RpcError | None = None
-        self.activity = Activity.ACTIVE
-        self._sequence = -1  # of the last report
-        self.is_done_there = False
-        self.loss_there = ""
-        self.is_open = True
-        self.introduction: Introduction | None = None
-        self.credentials: Credentials | None = None
-        self.tensor_offer: tuple[int, str] | None = None
 
-    def __repr__(self) -> str:
-        return f"<Peer {self.name} {self.worker_id}: {self.state.name}>"
+        # In a world that `init_rpc` has started.
+        self.attachment = Attachment.UNKNOWN
+        self.epoch = 0  # how many times it has attached
+        self._has_detached = True  # in this epoch
+        self.refusal: RpcError | None = None  # the error of calls to it while it is REFUSED
+
+        self.activity = Activity.ACTIVE  # the last that it has reported of its block
+        self._sequence = -1  # of the last report
+        self.is_done_there = False  # its block has ended in order, as the coordinator tells
+        self.loss_there = ""  # why it is lost for the coordinator, "" if it is not
+        self.is_open = True  # it takes requests that wait for a goal, if it is the coordinator
+
+        self.introduction: Introduction | None = None  # for calls from here, once it has told it
+        self.credentials: Credentials | None = None  # for calls from there, once it has asked
+        self.tensor_offer: tuple[int, str] | None = None  # of its tensor sockets, once told
 
     @property
     def is_lost(self) -> bool:
@@ -251,18 +230,12 @@ class Peer:
 
     @property
     def report(self) -> Report:
-        """Return the last report of the process."""
         return Report(self.worker_id, self._sequence, self.activity)
 
     def record(self, report: Report) -> None:
         """Record a report of this process, unless it is late."""
         if report.sequence > self._sequence:
             self._sequence, self.activity = report.sequence, report.activity
-
-    def end_serving(self) -> None:
-        """Note that the wait in which it serves is answered: it is active from now on."""
-        if self.activity is Activity.SERVING:
-            self.activity = Activity.ACTIVE
 
     def attach(self, event: Event, epoch: int, error: RpcError | None) -> bool:
         """Note what is reported of its attachment; return whether it has told something new.
@@ -299,30 +272,20 @@ class Peers:
     """The workers of one world, as one of them knows them.
 
     It is empty until the world is complete. One thread changes it; any thread may read it.
-
-    Args:
-        name: this worker.
-        members: the workers that are there from the start.
-        is_attached: whether `init_rpc` has started the world. Then workers attach and detach,
-            without a change of their state.
-
-    Attributes:
-        name: this worker.
-        workers: every worker by its name, and by its rank; this one too, which is always alive.
-        peers: the others by name.
-        coordinator: the worker that keeps the directory, as far as this one knows.
-        restarts: how often the process of this worker was started again.
     """
 
     def __init__(
         self, name: str, members: Iterable["PeerInfo"] = (), *, is_attached: bool = False
     ) -> None:
-        self.name = name
+        self.name = name  # of this worker
+        # Every worker by its name, and by its rank; this one too, which is always alive.
         self.workers: dict[str | int, Peer] = {}
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, Peer] = {}  # the others
+        # Whether `init_rpc` has started the world. Then workers attach and detach, without a change
+        # of their state.
         self.is_attached = is_attached
-        self.coordinator = ""
-        self.restarts = 0
+        self.coordinator = ""  # the worker that keeps the directory, as far as this one knows
+        self.restarts = 0  # how often the process of this worker was started again
         self._gone: deque[Peer] = deque()
         self._last_check = float("-inf")
         for member in members:
@@ -330,12 +293,10 @@ class Peers:
 
     @property
     def own(self) -> Peer:
-        """Return the record of this process."""
         return self.workers[self.name]
 
     @property
     def me(self) -> Party:
-        """Return this process."""
         return Party(self.name, self.own.worker_id)
 
     def names(self) -> list[str]:
@@ -357,10 +318,7 @@ class Peers:
         return None if found is None else found.worker_id
 
     def is_here(self, name: str) -> bool:
-        """Return whether a peer is in the world, as far as readers of changes know. In any thread.
-
-        It may be lost.
-        """
+        """Return whether a peer has entered and not left: it may be lost. In any thread."""
         found = self.peers.get(name)
         return found is not None and found.is_here
 
@@ -372,11 +330,8 @@ class Peers:
         )
 
     def check(self, caller: Party) -> Peer:
-        """Return the record of a caller, which is a current worker.
-
-        Raises:
-            ValueError: if no worker has that name.
-            NotInWorld: if another process has replaced the caller.
+        """Return the record of a caller, which is a current worker. Raises ValueError if no worker
+        has that name, NotInWorld if another process has replaced the caller.
         """
         if caller.name not in self.workers:
             raise ValueError(f"no worker {caller.name!r} in this world")
@@ -395,12 +350,7 @@ class Peers:
         is_here = bool(own) and member.namespace == own
         return "" if is_here else member.endpoint or member.address
 
-    def addresses(self) -> list[str]:
-        """Return the addresses of the known processes for torch's connections."""
-        return [each.member.address for each in self.peers.values()]
-
     def device_maps(self) -> "dict[str, NamedDeviceMaps]":
-        """Return the device maps of each worker."""
         return {name: self.workers[name].member.device_maps for name in self.names()}
 
     def told(self) -> dict[str, str]:
@@ -442,12 +392,6 @@ class Peers:
             self._gone.append(new)
         return [*effects, Effect(Duty.END, old, error)]
 
-    def forget(self, peer: Peer) -> None:
-        """Remove a peer that is gone."""
-        del self.workers[peer.name], self.peers[peer.name]
-        if self.workers.get(peer.rank) is peer:
-            del self.workers[peer.rank]
-
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
     def apply(
@@ -455,12 +399,10 @@ class Peers:
     ) -> list[Effect]:
         """Change the state of a peer; return what has to be done.
 
-        Args:
-            peer: its record; nothing follows for a process that was replaced, or for this one.
-            error: the reason of CUT, EXIT, LOSS, FAILURE, ABANDON, REFUSE and LEAVE_GROUP.
-            epoch: how many times it has attached, for ATTACH and DETACH.
+        `error` is the reason of CUT, EXIT, LOSS, FAILURE, ABANDON, REFUSE and LEAVE_GROUP. `epoch`
+        is how many times it has attached, for ATTACH and DETACH.
         """
-        if self.peers.get(peer.name) is not peer:
+        if self.peers.get(peer.name) is not peer:  # it was replaced, or is this process
             return []
         if event in _OF_ATTACHMENT and not peer.attach(event, epoch, error):
             return []
@@ -518,7 +460,9 @@ class Peers:
         while len(self._gone) > KEPT_GONE:
             oldest = self._gone.popleft()
             if self.peers.get(oldest.name) is oldest and oldest.state is not _ALIVE:
-                self.forget(oldest)
+                del self.workers[oldest.name], self.peers[oldest.name]
+                if self.workers.get(oldest.rank) is oldest:
+                    del self.workers[oldest.rank]
                 yield Effect(Duty.FORGET, oldest)
 
     # ── silence ─────────────────────────────────────────────────────────────────────────────────
@@ -584,11 +528,6 @@ def _kind(peer: Peer, event: Event) -> Kind:
 def replaced_text(worker: str) -> str:
     """Return the error text for a process that was replaced."""
     return f"worker {worker!r} was restarted: a newer process has replaced this one"
-
-
-def left_text(worker: str) -> str:
-    """Return the error text for a worker whose block has ended in order."""
-    return f"worker {worker!r} has left its world"
 
 
 def reason_of(error: RpcError) -> str:

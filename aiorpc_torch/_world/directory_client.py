@@ -35,7 +35,7 @@ from .._directory.directory_stream import (
 from .._directory.meeting import RETRY_INTERVAL, Connected, Listening, Meeting, Seen
 from .._directory.record import MIN_LEASE, Record, Watch
 from .._directory.registration import Registration
-from .._directory.view import View
+from .._directory.succession import View
 from .._peers.peers import Event
 from .._port.port import Port
 from .._port.purposes import DIRECTORY

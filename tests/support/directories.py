@@ -32,7 +32,7 @@ from aiorpc_torch._directory.directory_messages import (
     Verdict,
 )
 from aiorpc_torch._directory.registration import Registration
-from aiorpc_torch._directory.view import View
+from aiorpc_torch._directory.succession import View
 
 
 def registration(rank: int, size: int = 3, **changes: Any) -> Registration:

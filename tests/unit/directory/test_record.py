@@ -61,10 +61,9 @@ def test_a_claim_ends_with_its_lease() -> None:
     """Counted from before the record was written. A renewal begins another one."""
     value = Value()
     claim = claimed(value, 10.0)
-    assert claim.is_valid(10.0 + LEASE - 0.1)
-    assert not claim.is_valid(10.0 + LEASE)
+    assert 10.0 + LEASE - 0.1 < claim.end <= 10.0 + LEASE
     assert claim.renew(12.0, 5, 2)
-    assert claim.is_valid(12.0 + LEASE - 0.1)
+    assert claim.end > 12.0 + LEASE - 0.1
     record = read_record(value.value)
     assert (record.number, record.entries, record.joins, record.is_closed) == (1, 5, 2, False)
     assert claim.renew(13.0, 5, 2, is_closed=True)
@@ -158,7 +157,7 @@ def test_never_two(steps: list[tuple[str, int, float]]) -> None:
                     now += seconds
                 case "look":
                     worker.watch.see(value.read(), here)
-                case "begin" if worker.claim is not None and worker.claim.is_valid(here):
+                case "begin" if worker.claim is not None and here < worker.claim.end:
                     worker.delayed = here
                 case "write" if worker.claim is not None and worker.delayed is not None:
                     begun, worker.delayed = worker.delayed, None
@@ -166,7 +165,7 @@ def test_never_two(steps: list[tuple[str, int, float]]) -> None:
                         entries += 1
                     else:
                         worker.claim = None
-                case "claim" if worker.claim is None or not worker.claim.is_valid(here):
+                case "claim" if worker.claim is None or here >= worker.claim.end:
                     found = value.read()
                     worker.watch.see(found, here)
                     record = None if found is None else read_record(found)
@@ -179,7 +178,7 @@ def test_never_two(steps: list[tuple[str, int, float]]) -> None:
         except TimeoutError:
             pass
         held = (each for each in workers if each.claim is not None)
-        valid = [each for each in held if each.claim and each.claim.is_valid(now + each.offset)]
+        valid = [each for each in held if each.claim and now + each.offset < each.claim.end]
         assert len(valid) <= 1, valid
     value.loses = ""
     found = value.read()

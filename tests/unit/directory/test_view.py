@@ -1,7 +1,7 @@
 """The world as a member knows it from the directory."""
 
 from aiorpc_torch._directory.directory_messages import Add, Left, Member, Members
-from aiorpc_torch._directory.view import MAX_LEAVING, View
+from aiorpc_torch._directory.succession import MAX_LEAVING, View
 from tests.support.directories import registration
 
 

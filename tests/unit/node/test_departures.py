@@ -35,7 +35,7 @@ class Network:
         workers = [PeerInfo(each, number, number, "") for number, each in enumerate(NAMES)]
         pool: Any = SimpleNamespace(watching_peers=lambda *_: contextlib.nullcontext())
         linked = lambda: {*NAMES}  # noqa: E731
-        made = Departures(Peers(name, workers), pool, linked, lambda _: None, True)
+        made = Departures(Peers(name, workers), pool, linked, lambda _: None)
         made._send = self.send  # type: ignore[method-assign]
         return made
 

@@ -302,7 +302,7 @@ async def test_no_error_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: float) -> None:
             raise OSError("for this test")
 
-        monkeypatch.setattr(node, "check_paths", fail)
+        monkeypatch.setattr(node.pool, "check_paths", fail)
         node.membership._loop.set_exception_handler(
             lambda _, each: raised.append(each["exception"])
         )
