@@ -8,14 +8,35 @@ the exit of the process. (tests/unit/aio/test_blocking.py)
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Callable
+import contextvars
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
-from .awaited import awaited
 from .threads import run_in_thread
 
 T = TypeVar("T")
+
+awaited: contextvars.ContextVar[list[str]] = contextvars.ContextVar("awaited")
+"""The clauses of `blocking_on` around this code, if a `BlockingCall` runs it."""
+
+
+@contextlib.contextmanager
+def blocking_on(text: str) -> Iterator[None]:
+    """Name what the block waits for, in the error of the `BlockingCall` that runs it.
+
+    Args:
+        text: a clause with what does not answer, and the remedy.
+    """
+    texts = awaited.get(None)
+    if texts is None:
+        yield
+        return
+    texts.append(text)
+    try:
+        yield
+    finally:
+        texts.pop()
 
 
 class Blocked(TimeoutError):

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
-from .loop_lag import is_of_user, outwards
+from .own_frames import LIBRARY, is_of_user, outwards
 from .tasks import StepContext, warn_if_blocking
 
 MOST_LINES = 6
 MOST_TASKS = 64  # that one task is followed to
+MOST_FRAMES = 40  # of the stack of a thread
 
-_LIBRARY = str(Path(__file__).parents[1])
 _ASYNCIO = str(Path(asyncio.__file__).parent)
 _LOCKS = locks.__file__
 _NAMES: dict[type, tuple[str, str]] = {
@@ -157,7 +157,7 @@ def _drives(frame: FrameType) -> bool:
 def _is_told(frame: FrameType) -> bool:
     """Return whether a frame is of a function of Python that users know."""
     code = frame.f_code
-    return not code.co_filename.startswith(_LIBRARY) and not code.co_name.startswith("_")
+    return not code.co_filename.startswith(LIBRARY) and not code.co_name.startswith("_")
 
 
 def _line(frame: FrameType) -> Line:
@@ -166,6 +166,36 @@ def _line(frame: FrameType) -> Line:
 
 def _name(frame: FrameType) -> str:
     return frame.f_code.co_qualname
+
+
+# ── threads ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class ThreadStack(NamedTuple):
+    """The stack of a thread.
+
+    Attributes:
+        function: name of the method that runs, or of the innermost function of a user's code.
+        frames: its frames as text, the innermost first.
+    """
+
+    function: str
+    frames: Sequence[str]
+
+
+def stack_of_thread(thread: int) -> ThreadStack | None:
+    """Return the stack of the thread with that identifier, None if it has ended."""
+    if (frame := sys._current_frames().get(thread)) is None:
+        return None
+    frames = [*outwards(frame)]
+    for each in frames:
+        if each.f_code is warn_if_blocking.__code__:  # a coroutine of ours: it has a name
+            function = str(each.f_locals.get("name", "?"))
+            break
+    else:
+        own = (each for each in frames if is_of_user(each.f_code.co_filename))
+        function = next(own, frame).f_code.co_qualname
+    return ThreadStack(function, [str(_line(each)) for each in frames[:MOST_FRAMES]])
 
 
 # ── locks ───────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .._aio.entry_queue import EntryQueue
-from .._aio.memory_size import memory_size
+from .._aio.host import memory_size
 from .._aio.segments import Mapping
 from .memory_pool import MemoryPool, Piece
 

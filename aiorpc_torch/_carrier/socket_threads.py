@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .._aio.flows import Flow, read_flow
+from .._aio.flows import Flow, end_when_silent, read_flow, retry_soon
 from .._aio.fork import close_on_fork
-from .._aio.silence import end_when_silent, retry_soon
 from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 
 SOCKETS = 2

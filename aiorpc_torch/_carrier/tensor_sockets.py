@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
+from .._aio.host import memory_size
 from .._aio.loops import call_soon
-from .._aio.memory_size import memory_size
 from .._aio.segments import Segment, SegmentError, SegmentName, map_segment, sharing_group
 from .._wire.blocks import Block, Place, ReadyMessage, Then, place, tensors_at
 from .._wire.frames import MAX_FRAME, TRANSFERRED, TRANSFERS, ProtocolError, frame

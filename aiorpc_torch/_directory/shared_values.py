@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from .._aio.awaited import blocking_on
+from .._aio.blocking import blocking_on
 from .._aio.regular_files import open_regular, read_regular
 from .._torch.store import NoStoreError, StoreClient
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .._aio.awaited import blocking_on
+from .._aio.blocking import blocking_on
 from .._aio.regular_files import read_regular
 
 log = logging.getLogger("aiorpc_torch")

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .._aio.acceptor import Acceptor
-from .._aio.loop_thread import LoopThread
-from .._aio.unix_sockets import BACKLOG
+from .._aio.loops import LoopThread
+from .._aio.sockets import BACKLOG, Acceptor
 from .port import prepare
 from .strangers import Strangers, host_of
 from .streams import PlainStream, TlsStream

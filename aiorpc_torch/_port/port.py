@@ -17,12 +17,10 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from .._aio.acceptor import Acceptor
+from .._aio.flows import end_when_silent, probe_when_idle, retry_soon
 from .._aio.fork import close_on_fork
-from .._aio.loop_thread import LoopThread
-from .._aio.loops import await_on, call_soon
-from .._aio.silence import end_when_silent, probe_when_idle, retry_soon
-from .._aio.unix_sockets import BACKLOG
+from .._aio.loops import LoopThread, await_on, call_soon
+from .._aio.sockets import BACKLOG, Acceptor
 from .accepted_relays import READY, UNKNOWN, AcceptedRelays
 from .purposes import (
     CALLS,

@@ -15,7 +15,7 @@ import struct
 from itertools import chain, repeat
 from urllib.parse import urlsplit
 
-from .._aio.acceptor import Acceptor
+from .._aio.sockets import Acceptor
 from .accepted_relays import END_SILENCE, TORCH_SILENCE, new_identity
 from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiorpc_torch._aio.awaited import blocking_on
-from aiorpc_torch._aio.blocking import Blocked, BlockingCall
+from aiorpc_torch._aio.blocking import Blocked, BlockingCall, blocking_on
 
 SOON = 30.0
 
