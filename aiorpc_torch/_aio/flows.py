@@ -72,7 +72,7 @@ KEEPALIVE = 60  # seconds until TCP probes an idle connection
 _PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 _TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it
 _DEFAULT_RTO_MAX_MS = 120_000
-_UNACKNOWLEDGED = struct.Struct("=24xI")  # of Linux's `struct tcp_info`
+_UNACKNOWLEDGED = struct.Struct("=24xI")  # packets, of Linux's `struct tcp_info`
 LONGEST_SILENCE = 900.0  # seconds: about what TCP has by default
 
 
@@ -101,7 +101,8 @@ def send_again(connected: socket.socket) -> bool:
     """
     is_missing = False
     with contextlib.suppress(OSError):
-        if is_missing := _unacknowledged(connected) > 0:
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED.size)
+        if is_missing := _UNACKNOWLEDGED.unpack(info)[0] > 0:
             retry_soon(connected)
         elif sys.platform == "linux":
             connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _DEFAULT_RTO_MAX_MS)
@@ -110,12 +111,6 @@ def send_again(connected: socket.socket) -> bool:
             # Linux sends at once what it could not send before.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return is_missing
-
-
-def _unacknowledged(connected: socket.socket) -> int:
-    """Return how many packets are sent and not acknowledged."""
-    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED.size)
-    return int(_UNACKNOWLEDGED.unpack(info)[0])
 
 
 def probe_when_idle(connected: socket.socket) -> None:

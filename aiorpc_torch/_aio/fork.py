@@ -187,7 +187,14 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     global _forked_from, _worker, generation
-    _close_all()
+    for owner, descriptor in list(_descriptors.items()):
+        if isinstance(owner, Connection):
+            owner.close()
+            continue
+        is_closed = owner.fileno() < 0 if isinstance(owner, socket.socket) else owner.is_closing()
+        if not is_closed:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
     worker, _worker = _worker, None
     if worker is not None:
         _forked_from = worker.name
@@ -220,17 +227,6 @@ def _take_life() -> None:
     with contextlib.suppress(BlockingIOError):  # the worker lives
         if not os.read(_life, 1):
             os._exit(1)
-
-
-def _close_all() -> None:
-    for owner, descriptor in list(_descriptors.items()):
-        if isinstance(owner, Connection):
-            owner.close()
-            continue
-        is_closed = owner.fileno() < 0 if isinstance(owner, socket.socket) else owner.is_closing()
-        if not is_closed:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -33,21 +33,17 @@ def graceful_signals(
     """
     previous = signal.getsignal(signal.SIGINT)
     is_ignored = previous is signal.SIG_IGN
+    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 to
+    # 3.14. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
+    method = previous.func if isinstance(previous, functools.partial) else None
+    is_asyncios = isinstance(getattr(method, "__self__", None), asyncio.Runner)
     in_main = threading.current_thread() is threading.main_thread()
-    if not wanted or not in_main or not (is_ignored or _is_asyncios(previous)):
+    if not wanted or not in_main or not (is_ignored or is_asyncios):
         yield
         return
     ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous, on_stop)
     with _sigterm_cancels(on_stop), ctrl_c:
         yield
-
-
-def _is_asyncios(handler: Any) -> bool:
-    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 to
-    # 3.14. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
-    return isinstance(handler, functools.partial) and isinstance(
-        getattr(handler.func, "__self__", None), asyncio.Runner
-    )
 
 
 _is_sigterm_ours = False

@@ -6,8 +6,6 @@ order of arrival nor how long a thread is busy.
 """
 
 import asyncio
-import contextlib
-import functools
 import os
 import queue
 import threading
@@ -83,8 +81,13 @@ class DaemonThreadPool:
     def _run_rest(self) -> None:
         """Run the tasks that wait in a new thread. Called with the lock held."""
         tasks, self._tasks = self._tasks, deque()
+
+        def run() -> None:
+            self._initializer()
+            while tasks:
+                tasks.popleft()()
+
         if tasks:
-            run = functools.partial(_run_in_turn, tasks, self._initializer)
             threading.Thread(target=run, name="aiorpc-def-late", daemon=True).start()
 
     def _wake(self, step: Callable[[Inbox], None]) -> bool:
@@ -142,12 +145,6 @@ class DaemonThreadPool:
                     self._busy += 1
                     break
         self._run_tasks(inbox)
-
-
-def _run_in_turn(tasks: deque[Task], initializer: Task) -> None:
-    initializer()
-    while tasks:
-        tasks.popleft()()
 
 
 def join_all(threads: Iterable[threading.Thread], timeout: float) -> None:
@@ -234,23 +231,21 @@ class ThreadCache:
             threading.Thread(target=self._run, args=([task],), name=self._name, daemon=True).start()
 
     def _run(self, first: list[Task]) -> None:
-        task: Task | None = first.pop()
+        task = first.pop()
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        while task is not None:
+        while True:
             task()
             del task  # an idle thread must not keep its last arguments alive
             with self._lock:
                 self._idle.append(tasks)
-            task = self._next(tasks)
-
-    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
-        with contextlib.suppress(queue.Empty):
-            return tasks.get(timeout=self._idle_timeout)
-        with self._lock:
-            if tasks in self._idle:
-                self._idle.remove(tasks)
-                return None
-        return tasks.get()  # a task is put at this moment
+            try:
+                task = tasks.get(timeout=self._idle_timeout)
+            except queue.Empty:
+                with self._lock:
+                    if tasks in self._idle:
+                        self._idle.remove(tasks)
+                        return
+                task = tasks.get()  # it is put at this moment
 
 
 memory_threads = ThreadCache("aiorpc-memory")
