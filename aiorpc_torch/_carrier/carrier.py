@@ -34,22 +34,16 @@ class Carrier(abc.ABC):
         wire: the connection.
         loop: its event loop.
         changed: is called when `can_send` may have changed.
-
-    Attributes:
-        NEWS: kind of the frames that tell the peer of this way.
-        FIELDS: makes the content of such a frame, a named tuple whose fields have defaults.
-        can_send: True if the peer can receive this way.
-        sent: number of messages sent this way.
     """
 
-    NEWS: ClassVar[int]
-    FIELDS: ClassVar[Callable[..., Any]]
+    NEWS: ClassVar[int]  # kind of the frames that tell the peer of this way
+    FIELDS: ClassVar[Callable[..., Any]]  # named tuple of their content, with defaults
 
     def __init__(
         self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
     ) -> None:
-        self.can_send = False
-        self.sent = 0
+        self.can_send = False  # True if the peer can receive this way
+        self.sent = 0  # messages
         self._wire = wire
         self._loop = loop
         self._changed = changed

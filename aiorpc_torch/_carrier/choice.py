@@ -22,19 +22,16 @@ class Carriers:
         loop: its event loop.
         opened: is called when a carrier was chosen.
         dial: opens tensor sockets; None at the callee.
-
-    Attributes:
-        chosen: the carrier of what is sent, None while torch RPC carries it.
     """
 
     def __init__(
         self,
         wire: Wire,
         loop: asyncio.AbstractEventLoop,
-        opened: Callable[[], object] = lambda: None,
-        dial: Dial | None = None,
+        opened: Callable[[], object],
+        dial: Dial | None,
     ) -> None:
-        self.chosen: Carrier | None = None
+        self.chosen: Carrier | None = None  # of what is sent; None while torch RPC carries it
         self._opened = opened
         self._is_caller = dial is not None
         self.shared = SharedMemory(wire, loop, self._choose)
@@ -48,9 +45,6 @@ class Carriers:
             SHARED: partial(self.shared.on_message, handle),
             TRANSFERRED: partial(self.sockets.on_message, handle),
         }
-
-    def __repr__(self) -> str:
-        return f"<Carriers {self.shared!r}, {self.sockets!r}>"
 
     def offer(self, known: Offer | None) -> None:
         """Begin to find out which carrier it is. For the caller.

@@ -40,10 +40,6 @@ class LoopMemory(Generic[M]):
         loop: The event loop; it is not kept alive.
         make: Returns new memory of so many bytes.
         closed: Is called with each piece that is in the pool no more.
-
-    Attributes:
-        pool: The pool.
-        returned: Queue of pieces that a holder has let go. For any thread.
     """
 
     def __init__(
@@ -53,12 +49,10 @@ class LoopMemory(Generic[M]):
         closed: Callable[[Piece[M]], object] = lambda _: None,
     ) -> None:
         self.pool = MemoryPool(memory_limit(), make, closed)
+        # Of pieces that a holder has let go. For any thread.
         self.returned: EntryQueue[Piece[M]] = EntryQueue(loop, self.release)
         self._loop = weakref.ref(loop)
         self._is_trimming = False
-
-    def __repr__(self) -> str:
-        return f"<LoopMemory {self.pool!r}>"
 
     def release(self, piece: Piece[M]) -> None:
         """Remove a holder."""
@@ -113,7 +107,10 @@ class ReceiveMemory(LoopMemory[Mapping]):
         with self._lock:
             piece = self.pool.acquire(size)
         if piece is None:
-            return _memory_of_torch(size)
+            tensor = torch.empty(size, dtype=torch.uint8)
+            buffer = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+            buffer.tensor = tensor  # type: ignore[attr-defined]
+            return buffer
         buffer, used, returned = piece.memory.buffer(), self.used, self.returned
 
         def let_go(_: object) -> None:
@@ -130,13 +127,6 @@ class ReceiveMemory(LoopMemory[Mapping]):
     def trim(self) -> None:
         with self._lock:
             super().trim()
-
-
-def _memory_of_torch(size: int) -> Any:
-    tensor = torch.empty(size, dtype=torch.uint8)
-    buffer = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    buffer.tensor = tensor  # type: ignore[attr-defined]
-    return buffer
 
 
 _received: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReceiveMemory]" = (

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from .._aio.loops import call_soon
 from .._aio.segments import Probe, Segment
@@ -21,25 +21,8 @@ from .memory_pool import Piece
 MAX_COPIES = 2  # at a time; more threads copy no faster
 
 
-class SegmentUser(Protocol):
-    """A carrier whose peer keeps mappings of segments."""
-
-    def forget(self, number: int) -> None:
-        """Tell the peer that a segment is closed."""
-
-
 class SegmentCopy:
-    """The bytes of equal blocks, in a segment that the sender holds until this is garbage.
-
-    Attributes:
-        content: equal for equal blocks.
-        segment: the segment; None once it is the receiver's alone.
-        is_current: returns whether nobody may change the tensors yet.
-        is_shared: True if many receivers map the segment.
-        is_written: True if the bytes are there, or cannot be.
-        error: what has prevented it, or None.
-        waiters: are called once it is written.
-    """
+    """The bytes of equal blocks, in a segment that the sender holds until this is garbage."""
 
     __slots__ = (
         *("content", "error", "is_current", "is_shared", "is_written", "segment", "waiters"),
@@ -53,13 +36,13 @@ class SegmentCopy:
         block: Block,
         is_current: Callable[[], bool],
     ) -> None:
-        self.content: Hashable = (*block.contents,)
-        self.segment: Piece[Segment] | None = segment
-        self.is_current = is_current
-        self.is_shared = block.is_shared
-        self.is_written = False
+        self.content: Hashable = (*block.contents,)  # equal for equal blocks
+        self.segment: Piece[Segment] | None = segment  # None once it is the receiver's alone
+        self.is_current = is_current  # returns whether nobody may change the tensors yet
+        self.is_shared = block.is_shared  # True if many receivers map the segment
+        self.is_written = False  # True if the bytes are there, or `error` has prevented it
         self.error: Exception | None = None
-        self.waiters: list[Callable[[], object]] = []
+        self.waiters: list[Callable[[], object]] = []  # are called once it is written
         self._memory = memory
         self._sources: list[Source] = block.sources
 
@@ -99,20 +82,17 @@ class SegmentStore:
         self.probe = Probe()
         self.memory = LoopMemory(loop, Segment, self._on_closed)
         self._loop = weakref.ref(loop)
-        # Weakly, as users keep their loop alive, and the loop its store.
-        self._users: weakref.WeakSet[SegmentUser] = weakref.WeakSet()
+        # `SharedMemory`s: weakly, as they keep their loop alive, and the loop its store.
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._copying: dict[Hashable, SegmentCopy] = {}  # those in threads, by content
         self._waiting: deque[SegmentCopy] = deque()  # for a thread
         self._running = 0
 
-    def __repr__(self) -> str:
-        return f"<SegmentStore {self.memory!r}, {len(self._users)} users>"
-
-    def attach(self, user: SegmentUser) -> None:
-        """Keep the store open for a carrier."""
+    def attach(self, user: Any) -> None:
+        """Keep the store open for a carrier; its `forget` is told which segments are closed."""
         self._users.add(user)
 
-    def detach(self, user: SegmentUser) -> None:
+    def detach(self, user: Any) -> None:
         """Forget a carrier; close the store with the last one."""
         self._users.discard(user)
         if not self._users:

@@ -34,21 +34,13 @@ from .segment_store import SegmentCopy, SegmentStore, store_of
 
 
 class _News(NamedTuple):
-    """A SEGMENTS frame.
+    """A SEGMENTS frame."""
 
-    Attributes:
-        offer: the probe of this process.
-        proof: the secret in the probe of the peer, b"" if it cannot be read.
-        released: segments of the peer whose tensors were freed, once for each message.
-        closed: segments of this process that are no more.
-        opened: segments of the peer that were mapped.
-    """
-
-    offer: SegmentName | None = None
-    proof: bytes | None = None
-    released: Sequence[int] = ()
-    closed: Sequence[int] = ()
-    opened: Sequence[int] = ()
+    offer: SegmentName | None = None  # the probe of this process
+    proof: bytes | None = None  # the secret in the probe of the peer, b"" if it cannot be read
+    released: Sequence[int] = ()  # of the peer, tensors freed: once for each message
+    closed: Sequence[int] = ()  # of this process, and no more
+    opened: Sequence[int] = ()  # of the peer, mapped here
 
 
 _read_news = reader(_News)
@@ -56,11 +48,7 @@ _read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], 
 
 
 class SharedMemory(Carrier):
-    """The shared memory of one end of a connection.
-
-    Attributes:
-        is_refused: True if one end cannot map the segments of the other.
-    """
+    """The shared memory of one end of a connection."""
 
     NEWS, FIELDS = SEGMENTS, _News
 
@@ -68,7 +56,7 @@ class SharedMemory(Carrier):
         self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
     ) -> None:
         super().__init__(wire, loop, changed)
-        self.is_refused = False
+        self.is_refused = False  # True if one end cannot map the segments of the other
         self._store: SegmentStore | None = None
         self._held: dict[int, list[Piece[Segment]]] = {}  # by the peer, once for each message
         # Those that it has not mapped yet, and could not map after the end of this process.
@@ -80,10 +68,6 @@ class SharedMemory(Carrier):
         self._buffers: dict[int, weakref.ref[Any]] = {}  # that tensors here lie in
         self._last_buffer = 0
         self._freed: EntryQueue[tuple[int, int]] = EntryQueue(loop, self._on_freed)
-
-    def __repr__(self) -> str:
-        held = sum(map(len, self._held.values()))
-        return f"<SharedMemory {held} segments held by the peer, {len(self._buffers)} of it>"
 
     def has_work(self) -> bool:
         return bool(self._copying or self._unopened)

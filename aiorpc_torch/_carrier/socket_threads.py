@@ -68,12 +68,16 @@ class _SocketThreads:
         close_on_fork(sock)
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
-            _set_options(sock)
+            end_when_silent(sock, SILENCE)
+            retry_soon(sock)
+            for name, value in (("TCP_NODELAY", 1), ("TCP_NOTSENT_LOWAT", UNSENT)):
+                if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
+                    sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sockets.append(sock)
         try:
-            work = threading.Thread(target=self._run, args=(sock, is_own), name=self._name)
-            work.daemon = True
-            work.start()
+            threading.Thread(
+                target=self._run, args=(sock, is_own), name=self._name, daemon=True
+            ).start()
         except RuntimeError as exc:
             sock.close()
             self._failed(exc)
@@ -213,24 +217,16 @@ class SocketReceiver(_SocketThreads):
         self, sock: socket.socket, number: int, size: int, offset: int, length: int, shared: bool
     ) -> None:
         memory = self._transfers.begin(number, size, offset, length, shared)
-        if memory is None:
-            _discard(sock, length)
+        if memory is None:  # the transfer was cancelled
+            scratch = memoryview(bytearray(min(length, _SCRATCH)))
+            for left in range(length, 0, -_SCRATCH):
+                _fill(sock, scratch[:left])
         else:
             _fill(sock, memory)
             del memory  # before it may be read, and freed
         outcome = self._transfers.end(number, length)
         if outcome is not None:
             self._arrived((number, outcome))
-
-
-def _set_options(sock: socket.socket) -> None:
-    """Set the options of a TCP socket."""
-    end_when_silent(sock, SILENCE)
-    retry_soon(sock)
-    options = {"TCP_NODELAY": 1, "TCP_NOTSENT_LOWAT": UNSENT}
-    for name, value in options.items():
-        if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
@@ -267,12 +263,3 @@ def _fill(sock: socket.socket, memory: memoryview, *, may_end: bool = False) -> 
             raise ConnectionResetError("a tensor socket has ended within a chunk")
         received += count
     return True
-
-
-def _discard(sock: socket.socket, length: int) -> None:
-    """Receive bytes of a cancelled transfer."""
-    scratch = memoryview(bytearray(min(length, _SCRATCH)))
-    while length:
-        part = scratch[:length]
-        _fill(sock, part)
-        length -= len(part)

@@ -9,6 +9,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .._aio.segments import Segment
@@ -34,29 +35,18 @@ _PADDING = bytes(ALIGNMENT)
 
 
 class OutgoingTransfer:
-    """The tensors of one message, which several threads send chunk by chunk. For any thread.
-
-    Attributes:
-        number: Number of the transfer on its connection.
-        size: Bytes of the transfer.
-        sources: Its tensors, until no thread needs them.
-        started: Bytes of the chunks that were taken.
-        is_shared: True if processes of the receiver's host map its memory.
-        is_cancelled: True if no further chunk is taken.
-    """
+    """The tensors of one message, which several threads send chunk by chunk. For any thread."""
 
     def __init__(self, number: int, block: Block) -> None:
-        self.number = number
-        self.size = block.size
-        self.started = 0
-        self.is_shared = self.is_cancelled = False
-        self.sources = block.sources
+        self.number = number  # on its connection
+        self.size = block.size  # bytes
+        self.started = 0  # bytes of the chunks that were taken
+        self.is_shared = False  # True if processes of the receiver's host map its memory
+        self.is_cancelled = False  # True if no further chunk is taken
+        self.sources = block.sources  # its tensors, until no thread needs them
         self._next = 0  # index of the source that the next chunk begins with
         self._in_progress = 0  # chunks that were taken and are not sent
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<OutgoingTransfer {self.number}: {self.started:,} of {self.size:,} bytes>"
 
     @property
     def is_complete(self) -> bool:
@@ -124,21 +114,17 @@ def _view(source: Source, offset: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
+@dataclass(slots=True, eq=False)
 class _Arriving:
-    """A transfer that comes in; `memory` is None if its bytes are discarded.
+    """A transfer that comes in."""
 
-    Its segment, if it has one, is kept until it is read and released.
-    """
-
-    __slots__ = ("expected", "is_dropped", "is_released", "memory", "received", "segment", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = self.expected = size
-        self.received = 0
-        self.is_dropped = False
-        self.is_released = True
-        self.memory: Any = None
-        self.segment: Segment | None = None
+    size: int
+    expected: int  # bytes
+    received: int = 0
+    is_dropped: bool = False
+    is_released: bool = True
+    memory: Any = None  # None if its bytes are discarded
+    segment: Segment | None = None  # kept until it is read and released
 
 
 class IncomingTransfers:
@@ -159,9 +145,6 @@ class IncomingTransfers:
         self._held = 0  # bytes
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
-
-    def __repr__(self) -> str:
-        return f"<IncomingTransfers {len(self)}, {self._held:,} of {self._limit:,} bytes>"
 
     def __len__(self) -> int:
         """Return the number of transfers that were not read, or not released."""
@@ -211,7 +194,7 @@ class IncomingTransfers:
         return self._held + size <= 2 * self._limit
 
     def _reserve(self, number: int, size: int) -> _Arriving:
-        found = self._arriving[number] = _Arriving(size)
+        found = self._arriving[number] = _Arriving(size, size)
         self._held += size
         return found
 
@@ -267,7 +250,7 @@ class IncomingTransfers:
             if found is None:
                 if sent <= 0:
                     return
-                found = self._arriving[number] = _Arriving(0)
+                found = self._arriving[number] = _Arriving(0, 0)
                 self._freed.notify_all()  # its first chunk may wait for space
             if found.received > sent:
                 raise ProtocolError(f"transfer {number} has more than {sent} bytes")
