@@ -43,8 +43,7 @@ class Dialer:
             transport, made = await loop.create_connection(protocol, *address)
             transport.write(preface(CALLS))
             return transport, made
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        connected = await connect(loop, family, address)
+        connected = await connect(address)
         try:
             with self.tls.explaining(_name(address)):
                 return await loop.create_connection(

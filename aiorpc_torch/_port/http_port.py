@@ -9,7 +9,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from .._aio.loops import LoopThread
@@ -73,33 +72,30 @@ class HttpPort:
         task = self._thread.loop.create_task(self._talk(accepted, host))
         self._tasks.add(task)
         self._connections.add(task, host, task.cancel)
-        task.add_done_callback(partial(self._on_end, accepted))
 
-    def _on_end(self, accepted: socket.socket, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        self._connections.remove(task)
-        self._answers.remove(task)
-        accepted.close()  # the task may not have begun
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._connections.remove(task)
+            self._answers.remove(task)
+            accepted.close()  # the task may not have begun
+
+        task.add_done_callback(on_end)
 
     async def _talk(self, accepted: socket.socket, host: str) -> None:
         """Answer one request. Each step counts for the timeout: a slow client gets no more time."""
         with accepted:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT):
-                    stream = await self._opened(accepted)
+                    stream = PlainStream(accepted)
+                    if self._tls is not None:
+                        stream = secured = TlsStream(accepted, self._tls.server)
+                        await secured.handshake()
                     answer = self._answer(await _read_head(stream))
                     task: Any = asyncio.current_task()
                     self._answers.add(task, host, task.cancel)
                     await stream.send(answer)
             except OSError as exc:  # also a TimeoutError, and the errors of TLS
                 log.debug("%s closed a connection from %s: %r", self._name, host, exc)
-
-    async def _opened(self, accepted: socket.socket) -> PlainStream:
-        if self._tls is None:
-            return PlainStream(accepted)
-        stream = TlsStream(accepted, self._tls.server)
-        await stream.handshake()
-        return stream
 
     def _answer(self, head: bytes | None) -> bytes:
         if head is None:

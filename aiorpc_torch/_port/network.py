@@ -38,15 +38,12 @@ def requested_interface(interface: str | None) -> str | None:
     Raises:
         ValueError: if this machine has no such interface; it lists the existing ones.
     """
-    if interface:
-        return _checked(interface, "")
+    name, source = interface, ""
     for variable in ("AIORPC_INTERFACE", *VARIABLES):
-        if value := os.environ.get(variable):
-            return _checked(value.split(",")[0], f", as {variable} says")  # gloo's may be a list
-    return None
-
-
-def _checked(name: str, source: str) -> str:
+        if not name and (value := os.environ.get(variable)):
+            name, source = value.split(",")[0], f", as {variable} says"  # gloo's may be a list
+    if not name:
+        return None
     if (known := addresses()) and name not in known:
         up = ", ".join(f"{each} ({', '.join(of)})" for each, of in known.items())
         raise ValueError(

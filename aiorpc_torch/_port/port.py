@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from .._aio.flows import end_when_silent, probe_when_idle, retry_soon
 from .._aio.fork import close_on_fork
 from .._aio.loops import LoopThread, await_on, call_soon
 from .._aio.sockets import BACKLOG, Acceptor
-from .accepted_relays import READY, UNKNOWN, AcceptedRelays
 from .purposes import (
     CALLS,
     DIRECTORY,
@@ -33,7 +33,7 @@ from .purposes import (
     read_preface,
     server_name,
 )
-from .relay import receive_exactly
+from .relay import READY, UNKNOWN, AcceptedRelays, receive_exactly
 from .sequence import OPENING
 from .strangers import Strangers
 from .streams import LINGER, PlainStream, TlsStream, splice
@@ -116,8 +116,13 @@ class Port:
 
     def end_directory(self) -> None:
         """Accept no more connections to the directory, which ends."""
+
+        def close() -> None:
+            while self._of_directory:
+                self.end_accepting(self._of_directory.pop())
+
         self._handlers.pop(DIRECTORY, None)
-        call_soon(self._loop, self._close_directory)
+        call_soon(self._loop, close)
 
     async def secure(self, connected: socket.socket, purpose: str, peer: str) -> socket.socket:
         """Return a socket from which all goes through that one, in TLS. On any event loop.
@@ -126,7 +131,15 @@ class Port:
             TlsError: if one end refuses the other.
             OSError: if the connection ends before.
         """
-        return await await_on(self._loop, self._secure(connected, purpose, peer))
+
+        async def splice_on_loop() -> socket.socket:
+            stream = await self.open(connected, purpose, peer)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            self._start(splice(stream, PlainStream(ours)))
+            return theirs
+
+        return await await_on(self._loop, splice_on_loop())
 
     def call(self, step: Callable[[], object]) -> bool:
         """Run a step on the loop of this port; return False if the port is closed."""
@@ -211,10 +224,6 @@ class Port:
         """End the connections of torch's that have come from a port, whose process has ended."""
         self._relays.forget(endpoint)
 
-    def _close_directory(self) -> None:
-        while self._of_directory:
-            self.end_accepting(self._of_directory.pop())
-
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
@@ -228,14 +237,15 @@ class Port:
         except OSError:  # it is closed already
             accepted.close()
             return
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._strangers.remove(task)
+            if task.cancelled():  # it may not have begun
+                accepted.close()
+
         task = self._start(self._admit(accepted, host, purpose))
         self._strangers.add(task, host, task.cancel)
-        task.add_done_callback(lambda _: self._on_end(task, accepted))
-
-    def _on_end(self, task: asyncio.Task[None], accepted: socket.socket) -> None:
-        self._strangers.remove(task)
-        if task.cancelled():  # it may not have begun
-            accepted.close()
+        task.add_done_callback(on_end)
 
     async def _admit(self, accepted: socket.socket, host: str, only: str | None) -> None:
         """Find out what a connection is for; let it pass, or hand it over."""
@@ -256,7 +266,7 @@ class Port:
                     handler = self._handler(purpose)
                     handler(accepted, (await self._secured(accepted)).settings())
                     return
-                stream = await self._proven(accepted)
+                stream = await self._secured(accepted) if self.tls else PlainStream(accepted)
                 _limit_silence(accepted, purpose)
                 passing = await self._passing(purpose, stream, host)
         except (OSError, ValueError) as exc:  # also a TimeoutError
@@ -276,7 +286,11 @@ class Port:
     ) -> Coroutine[Any, Any, None]:
         """Find the other end of what passes; return the coroutine that lets it pass."""
         if purpose == DIRECTORY:
-            return self._pass_to_directory(stream, self._directory_end(host))
+            handler = self._handler(DIRECTORY)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            handler(theirs, host)
+            return self._pass_to_directory(stream, ours)
         opening = await receive_exactly(stream, OPENING)
         if (relay := await self._relays.take_over(opening, self._connect_torch)) is None:
             await stream.send(UNKNOWN)
@@ -309,9 +323,6 @@ class Port:
             accepted.recv(PREFACE)
         return purpose
 
-    async def _proven(self, accepted: socket.socket) -> PlainStream:
-        return PlainStream(accepted) if self.tls is None else await self._secured(accepted)
-
     async def _secured(self, accepted: socket.socket) -> TlsStream:
         assert self.tls is not None
         stream = TlsStream(accepted, self.tls.server)
@@ -322,19 +333,10 @@ class Port:
                 raise ConnectionResetError("it has ended") from exc
         return stream
 
-    def _directory_end(self, host: str) -> socket.socket:
-        """Return the socket to which a connection with the directory from a host is spliced."""
-        handler = self._handler(DIRECTORY)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        handler(theirs, host)
-        return ours
-
     async def _connect_torch(self) -> socket.socket:
         if self.torch is None:
             raise ConnectionRefusedError("torch's RPC has not started")
-        family = socket.AF_INET6 if ":" in self.torch[0] else socket.AF_INET
-        return await connect(self._loop, family, self.torch)
+        return await connect(self.torch)
 
     def _handler(self, purpose: str) -> Accepted:
         if (found := self._handlers.get(purpose)) is None:
@@ -367,14 +369,18 @@ class Port:
             opening: of a flow of torch's (`sequence`).
         """
         try:
-            stream = await self._asked(connected, purpose, peer)
-            if opening:
-                await stream.send(opening)
-            if self.tls is None:
+            prepare(connected)
+            _limit_silence(connected, purpose)
+            with nullcontext() if self.tls is None else self.tls.explaining(peer):
+                if self.tls is None:
+                    stream = PlainStream(connected)
+                    await stream.send(preface(purpose))
+                else:
+                    stream = secured = TlsStream(connected, self.tls.client, server_name(purpose))
+                    await secured.handshake()
+                if opening:
+                    await stream.send(opening)
                 ready = await stream.receive(1)
-            else:
-                with self.tls.explaining(peer):
-                    ready = await stream.receive(1)
             if ready == UNKNOWN:
                 raise UnknownConnection(f"{peer} does not know the connection")
             if ready != READY:
@@ -383,25 +389,6 @@ class Port:
             connected.close()
             raise
         return stream
-
-    async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
-        prepare(connected)
-        _limit_silence(connected, purpose)
-        if self.tls is None:
-            stream = PlainStream(connected)
-            await stream.send(preface(purpose))
-            return stream
-        secured = TlsStream(connected, self.tls.client, server_name(purpose))
-        with self.tls.explaining(peer):
-            await secured.handshake()
-        return secured
-
-    async def _secure(self, connected: socket.socket, purpose: str, peer: str) -> socket.socket:
-        stream = await self.open(connected, purpose, peer)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._start(splice(stream, PlainStream(ours)))
-        return theirs
 
 
 def _limit_silence(connected: socket.socket, purpose: str) -> None:
@@ -425,14 +412,12 @@ def prepare(connected: socket.socket) -> None:
     probe_when_idle(connected)
 
 
-async def connect(
-    loop: asyncio.AbstractEventLoop, family: int, address: tuple[str, int]
-) -> socket.socket:
+async def connect(address: tuple[str, int]) -> socket.socket:
     """Return a socket that is connected."""
-    found = socket.socket(family, socket.SOCK_STREAM)
+    found = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     try:
         prepare(found)
-        await loop.sock_connect(found, address)
+        await asyncio.get_running_loop().sock_connect(found, address)
     except BaseException:
         found.close()
         raise

@@ -49,11 +49,6 @@ class PlainStream:
         """
         return data
 
-    def end(self) -> None:
-        """Tell the other end that nothing follows."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_WR)
-
 
 class TlsStream(PlainStream):
     """A socket with TLS, after `handshake`. `name` is the server's, None at the server."""
@@ -223,4 +218,5 @@ async def _copy(source: PlainStream, target: PlainStream) -> None:
     with contextlib.suppress(OSError):
         while data := await source.receive():
             await target.send(data)
-    target.end()
+    with contextlib.suppress(OSError):  # nothing follows
+        target.sock.shutdown(socket.SHUT_WR)

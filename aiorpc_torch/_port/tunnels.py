@@ -16,10 +16,9 @@ from itertools import chain, repeat
 from urllib.parse import urlsplit
 
 from .._aio.sockets import Acceptor
-from .accepted_relays import END_SILENCE, TORCH_SILENCE, new_identity
 from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH
-from .relay import Relay, receive_exactly
+from .relay import END_SILENCE, TORCH_SILENCE, Relay, new_identity, receive_exactly
 from .sequence import COUNT, Part, format_opening, read_count
 from .streams import LINGER, PlainStream
 
@@ -79,20 +78,17 @@ class Tunnels:
 
 
 class _Tunnel:
-    """A listening loopback socket, whose connections go to one worker.
-
-    Attributes:
-        failure: why the last connection that failed has, "" before.
-    """
+    """A listening loopback socket, whose connections go to one worker."""
 
     def __init__(self, port: Port, peer: str, endpoint: str, address: str) -> None:
         parts = urlsplit(address)
         host, number = parts.hostname or "", parts.port or 0
-        self._listening = _listen(host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         own = self._listening.getsockname()[1]
         self.address = f"{parts.scheme}://{format_endpoint(host, own)}"
         self._old, self._new = format_endpoint(host, number), format_endpoint(host, own)
-        self.failure = ""
+        self.failure = ""  # why the last connection that failed has
         self._port = port
         self._peer = peer
         self._endpoint = endpoint
@@ -192,10 +188,8 @@ class _Tunnel:
         raise AssertionError
 
     async def _attempt(self, name: str, opening: bytes) -> tuple[PlainStream, int]:
-        host, number = split_endpoint(self._endpoint)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         async with asyncio.timeout(CONNECT_TIMEOUT):
-            connected = await connect(asyncio.get_running_loop(), family, (host, number))
+            connected = await connect(split_endpoint(self._endpoint))
         stream = await self._port.open(connected, TORCH, name, opening)
         try:
             return stream, read_count(await receive_exactly(stream, COUNT))
@@ -248,11 +242,6 @@ def _has_ended(local: socket.socket) -> bool:
     poller = select.poll()
     poller.register(local, select.POLLRDHUP)
     return bool(poller.poll(0))
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
 
 
 def format_endpoint(host: str, number: int) -> str:

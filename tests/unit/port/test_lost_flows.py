@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._port import accepted_relays, port as port_module, tunnels as tunnels_module
+from aiorpc_torch._port import port as port_module, relay as relay_module, tunnels as tunnels_module
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import TORCH, preface
 from aiorpc_torch._port.relay import Relay
@@ -252,7 +252,7 @@ async def test_another_process_at_the_port(tls: Tls | None) -> None:
 
 async def test_connections_without_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are only so many, for so long; the oldest ends first."""
-    monkeypatch.setattr(accepted_relays, "END_SILENCE", 0.0)
+    monkeypatch.setattr(relay_module, "END_SILENCE", 0.0)
     monkeypatch.setattr(tunnels_module, "TORCH_SILENCE", 0.0)
     monkeypatch.setattr(tunnels_module, "REFUSAL_TIMEOUT", 0.0)
     async with ends(None) as made:
@@ -278,7 +278,7 @@ async def test_connections_without_a_flow(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_the_end_of_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The acceptor waits for no flow for long, if the last one was closed in order."""
-    monkeypatch.setattr(accepted_relays, "END_SILENCE", 0.0)
+    monkeypatch.setattr(relay_module, "END_SILENCE", 0.0)
     async with ends(None) as made:
         near, far = await made.connect()
         made.proxy.refuses = True
@@ -385,7 +385,7 @@ async def test_heartbeats_that_differ() -> None:
 
 async def test_connections_from_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """They end once that is known."""
-    monkeypatch.setattr(accepted_relays, "END_SILENCE", 3 * SOON)
+    monkeypatch.setattr(relay_module, "END_SILENCE", 3 * SOON)
     async with ends(None) as made:
         near, far = await made.connect()
         made.proxy.refuses = True
