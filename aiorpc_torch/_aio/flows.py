@@ -69,7 +69,6 @@ class Flow:
 # ── options of the system ───────────────────────────────────────────────────────────────────────
 
 KEEPALIVE = 60  # seconds until TCP probes an idle connection
-_PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 _TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it
 _DEFAULT_RTO_MAX_MS = 120_000
 _UNACKNOWLEDGED = struct.Struct("=24xI")  # packets, of Linux's `struct tcp_info`
@@ -116,8 +115,7 @@ def send_again(connected: socket.socket) -> bool:
 def probe_when_idle(connected: socket.socket) -> None:
     """Let TCP notice a machine that is off, and routers remember an idle connection."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _PROBES.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    set_options(connected, TCP_KEEPIDLE=KEEPALIVE, TCP_KEEPINTVL=15, TCP_KEEPCNT=4)
 
 
 def end_when_silent(connected: socket.socket, seconds: float) -> None:
@@ -128,11 +126,16 @@ def end_when_silent(connected: socket.socket, seconds: float) -> None:
     `probe_when_idle`. Call `retry_soon` too for a connection that is replaced when it has failed.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
-        "TCP_KEEPIDLE": max(1.0, min(KEEPALIVE, seconds / 2)),
-        "TCP_KEEPINTVL": max(1.0, min(KEEPALIVE / 4, seconds / 8)),
-        "TCP_USER_TIMEOUT": seconds * 1000,
-    }
+    set_options(
+        connected,
+        TCP_KEEPIDLE=max(1.0, min(KEEPALIVE, seconds / 2)),
+        TCP_KEEPINTVL=max(1.0, min(KEEPALIVE / 4, seconds / 8)),
+        TCP_USER_TIMEOUT=seconds * 1000,
+    )
+
+
+def set_options(connected: socket.socket, **options: float) -> None:
+    """Set options of TCP by their names, where the system has them."""
     for name, value in options.items():
-        if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
+        if (option := getattr(socket, name, None)) is not None:
             connected.setsockopt(socket.IPPROTO_TCP, option, int(value))

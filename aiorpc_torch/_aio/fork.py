@@ -152,17 +152,17 @@ def _end_after_step(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[object]
         loop: the loop, in whose thread this is.
         task: the task that has forked; its failure gives the exit code.
     """
-    loop.call_soon(_end_of, task)
+
+    def end() -> None:
+        has_ended = task is not None and task.done() and not task.cancelled()
+        failure = task.exception() if task is not None and has_ended else None
+        force_exit(0 if failure is None else exit_code(failure))
+
+    loop.call_soon(end)
     queue = getattr(loop, "_ready", None)
     if queue is None:  # uvloop gives its queue no name in Python
         queue = next((each for each in gc.get_referents(loop) if type(each) is deque), deque())
     queue.rotate(1)  # what was added last comes first
-
-
-def _end_of(task: "asyncio.Task[object] | None") -> None:
-    has_ended = task is not None and task.done() and not task.cancelled()
-    failure = task.exception() if task is not None and has_ended else None
-    force_exit(0 if failure is None else exit_code(failure))
 
 
 # ── at a fork ───────────────────────────────────────────────────────────────────────────────────

@@ -66,8 +66,12 @@ class LoopThread:
     def __init__(self, name: str, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.loop = asyncio.new_event_loop()
         self.closing = asyncio.Event()
-        self._serve = serve
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(serve())
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread: what `serve` uses is there."""
@@ -77,10 +81,6 @@ class LoopThread:
         """Set `closing`, and wait until the thread has ended. In any other thread."""
         call_soon(self.loop, self.closing.set)
         self._thread.join(timeout)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._serve())
 
 
 class Wakeup:

@@ -95,21 +95,17 @@ def chains_of(task: "asyncio.Task[Any]") -> list[Chain]:
         pairs = [*awaited_by(each.get_coro())]
         frames, future = [frame for _, frame in pairs], getattr(each, "_fut_waiter", None)
         found[each] = Chain(each, [one for one, _ in pairs], frames, future)
-        todo += _awaited_tasks(frames, future)
+        # The tasks that the future stands for: one, those of `gather`, `wait` or a group.
+        awaited: Iterable[Any] = (future,)
+        if (children := getattr(future, "_children", None)) is not None:  # of `gather`
+            awaited = children
+        elif frames and (code := frames[-1].f_code).co_filename == tasks.__file__:
+            names = frames[-1].f_locals
+            awaited = names.get("fs") or (names.get("fut"),) if "wait" in code.co_name else awaited
+        elif frames and code.co_filename == taskgroups.__file__:
+            awaited = getattr(frames[-1].f_locals.get("self"), "_tasks", ())
+        todo += [one for one in awaited if isinstance(one, asyncio.Task)]
     return [*found.values()]
-
-
-def _awaited_tasks(frames: Sequence[FrameType], future: Any) -> "list[asyncio.Task[Any]]":
-    """Return the tasks that a future stands for: one, those of `gather`, `wait` or a group."""
-    found: Iterable[Any] = (future,)
-    if (children := getattr(future, "_children", None)) is not None:  # of `gather`
-        found = children
-    elif frames and (code := frames[-1].f_code).co_filename == tasks.__file__:
-        names = frames[-1].f_locals
-        found = names.get("fs") or (names.get("fut"),) if "wait" in code.co_name else found
-    elif frames and code.co_filename == taskgroups.__file__:
-        found = getattr(frames[-1].f_locals.get("self"), "_tasks", ())
-    return [each for each in found if isinstance(each, asyncio.Task)]
 
 
 WORK_OF_EXECUTOR = "_WorkItem.run"

@@ -5,11 +5,13 @@ after `kill -9`.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .fork import close_on_fork
 
@@ -19,16 +21,31 @@ BACKLOG = 128
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
+@contextlib.contextmanager
+def closed_on_error(sock: socket.socket) -> Iterator[socket.socket]:
+    """Close a socket if the block raises."""
+    try:
+        yield sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def has_ended(*connected: socket.socket) -> bool:
+    """Return whether the other end of a socket has closed it, even if there is more to read."""
+    poller = select.poll()
+    for each in connected:
+        if (descriptor := each.fileno()) >= 0:
+            poller.register(descriptor, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
 def listen_unix(name: str) -> socket.socket:
     """Return a socket that listens. Raises OSError if the name is in use."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with closed_on_error(socket.socket(socket.AF_UNIX)) as found:
         found.setblocking(False)
         found.bind(f"\0{name}")
         found.listen(BACKLOG)
-    except BaseException:
-        found.close()
-        raise
     return found
 
 
@@ -38,13 +55,9 @@ def connect_unix(name: str) -> socket.socket:
     If the backlog is full, this `connect` fails. asyncio's seems to succeed, and the first write
     fails.
     """
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with closed_on_error(socket.socket(socket.AF_UNIX)) as found:
         found.setblocking(False)
         found.connect(f"\0{name}")
-    except BaseException:
-        found.close()
-        raise
     return found
 
 

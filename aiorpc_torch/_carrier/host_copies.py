@@ -106,26 +106,26 @@ class HostCopy:
         self._close(self)
 
 
-class HostCopies:
-    """The transfers that parts may join, of the links of one event loop."""
+HostCopies = dict[Hashable, HostCopy]
+"""The transfers that parts may join, of the links of one event loop."""
 
-    def __init__(self) -> None:
-        self._copies: dict[Hashable, HostCopy] = {}
 
-    def join(self, key: Hashable, keep: Any, soon: Soon) -> HostCopy:
-        """Return the transfer of a host and a content, a new one if there is none to join.
+def join(copies: HostCopies, key: Hashable, keep: Any, soon: Soon) -> HostCopy:
+    """Return the transfer of a host and a content, a new one if there is none to join.
 
-        Args:
-            key: the host and the content.
-            keep: what has to be kept so that an equal key means an equal content.
-            soon: calls a function in the next iteration.
-        """
-        found = self._copies.get(key)
-        # If the lead is not wanted, the tensors that are sent may have been changed meanwhile.
-        if found is None or not (found.lead is None or found.lead.is_wanted()):
-            found = self._copies[key] = HostCopy(keep, soon, lambda copy: self._close(key, copy))
-        return found
+    Args:
+        copies: those of the event loop.
+        key: the host and the content.
+        keep: what has to be kept so that an equal key means an equal content.
+        soon: calls a function in the next iteration.
+    """
 
-    def _close(self, key: Hashable, copy: HostCopy) -> None:
-        if self._copies.get(key) is copy:
-            del self._copies[key]
+    def close(copy: HostCopy) -> None:
+        if copies.get(key) is copy:
+            del copies[key]
+
+    found = copies.get(key)
+    # If the lead is not wanted, the tensors that are sent may have been changed meanwhile.
+    if found is None or not (found.lead is None or found.lead.is_wanted()):
+        found = copies[key] = HostCopy(keep, soon, close)
+    return found

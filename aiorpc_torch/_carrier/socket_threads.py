@@ -7,7 +7,6 @@ The threads end when their socket is shut down. (tests/unit/carrier/test_socket_
 
 import contextlib
 import queue
-import select
 import socket
 import ssl
 import threading
@@ -15,8 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .._aio.flows import Flow, end_when_silent, read_flow, retry_soon
+from .._aio.flows import Flow, end_when_silent, read_flow, retry_soon, set_options
 from .._aio.fork import close_on_fork
+from .._aio.sockets import has_ended
 from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 
 SOCKETS = 2
@@ -70,9 +70,7 @@ class _SocketThreads:
         if sock.family != socket.AF_UNIX:
             end_when_silent(sock, SILENCE)
             retry_soon(sock)
-            for name, value in (("TCP_NODELAY", 1), ("TCP_NOTSENT_LOWAT", UNSENT)):
-                if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
-                    sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            set_options(sock, TCP_NODELAY=1, TCP_NOTSENT_LOWAT=UNSENT)
         self._sockets.append(sock)
         try:
             threading.Thread(
@@ -135,11 +133,7 @@ class SocketSender(_SocketThreads):
 
     def has_failed(self) -> bool:
         """Return whether the peer has closed a socket, or one has failed."""
-        poller = select.poll()
-        for sock in [*self._sockets]:
-            if (descriptor := sock.fileno()) >= 0:
-                poller.register(descriptor, select.POLLRDHUP)
-        return bool(poller.poll(0))
+        return has_ended(*self._sockets)
 
     def silence(self) -> float:
         """Return the longest time for which bytes that were sent are missing, in seconds."""

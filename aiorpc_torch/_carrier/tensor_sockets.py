@@ -33,7 +33,7 @@ from .._wire.handshake import ARGUMENTS, RESULTS
 from .._wire.payloads import attach_data, detach_data
 from .._wire.plain import dump, reader
 from .carrier import Carrier, Handle, Wire
-from .host_copies import HostCopies, HostCopy
+from .host_copies import HostCopies, HostCopy, join
 from .memory import ReceiveMemory, receive_memory_of
 from .socket_threads import SOCKETS, SocketReceiver, SocketSender
 from .transfers import IncomingTransfers, OutgoingTransfer
@@ -223,8 +223,14 @@ class TensorSockets(Carrier):
             self._open(RESULTS)
         for each in news.confirmed:
             self._on_confirmed(*each)
-        for number, name in news.adopted:
-            self._adopt(number, name)
+        for number, name in news.adopted:  # map what a sibling has received: no transfer comes
+            try:
+                memory = map_segment(name, private=True).buffer()
+            except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
+                has_memory = False
+            else:
+                has_memory = self._incoming.adopt(number, memory, name.size)
+            self.tell("confirmed", (number, has_memory, None))
         for number, sent in news.dropped:  # also what was to be adopted
             self._incoming.drop(number, sent)
         for number in news.released:
@@ -386,8 +392,8 @@ class TensorSockets(Carrier):
                 continue
             # Together with others for the host of the peer. The storages in the content must not be
             # freed: others would get their addresses.
-            copies = _copies.setdefault(self._loop, HostCopies())
-            job.copy = copies.join((self._peer_host, job.content), job.sources, self._soon)
+            copies, key = _copies.setdefault(self._loop, {}), (self._peer_host, job.content)
+            job.copy = join(copies, key, job.sources, self._soon)
             job.copy.add(job)
 
     def send_transfer(self, job: _Job) -> None:
@@ -524,16 +530,6 @@ class TensorSockets(Carrier):
         number, has_memory = arrived
         segment = self._incoming.segment(number)
         self.tell("confirmed", (number, has_memory, segment and segment.name))
-
-    def _adopt(self, number: int, name: SegmentName) -> None:
-        """Map what a sibling has received, in place of a transfer."""
-        try:
-            memory = map_segment(name, private=True).buffer()
-        except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
-            self.tell("confirmed", (number, False, None))
-        else:
-            has_space = self._incoming.adopt(number, memory, name.size)
-            self.tell("confirmed", (number, has_space, None))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,6 +5,7 @@ names its transfer and its position, so it may travel on any socket. Transfers t
 once share the sockets chunk by chunk. (tests/unit/carrier/test_transfers.py)
 """
 
+import contextlib
 import ctypes
 import struct
 import threading
@@ -163,23 +164,18 @@ class IncomingTransfers:
         with self._lock:
             while (found := self._arriving.get(number)) is None and not self._has_space(size):
                 self._freed.wait()
-            found = found or self._announce(number, size, is_shared)
+            if found is None:  # its first chunk has come
+                found = self._reserve(number, size)
+                segments = sum(each.segment is not None for each in self._arriving.values())
+                is_shared = is_shared and segments < MAX_SEGMENTS
+                # Without memory its bytes are discarded. (torch's error is a RuntimeError)
+                with contextlib.suppress(OSError, RuntimeError, MemoryError):
+                    found.memory, found.segment = self._allocate(size, is_shared)
+                    found.is_released = found.segment is None
             if not (found.is_dropped or 0 < length <= size - offset <= size == found.size):
                 raise ProtocolError(f"malformed chunk: {length} bytes at {offset} of {size}")
             memory = found.memory
         return None if memory is None else memoryview(memory).cast("B")[offset : offset + length]
-
-    def _announce(self, number: int, size: int, is_shared: bool) -> _Arriving:
-        """Reserve memory for a transfer whose first chunk has come."""
-        found = self._reserve(number, size)
-        try:
-            segments = sum(each.segment is not None for each in self._arriving.values())
-            is_shared = is_shared and segments < MAX_SEGMENTS
-            found.memory, found.segment = self._allocate(size, is_shared)
-            found.is_released = found.segment is None
-        except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
-            found.memory = None
-        return found
 
     def _has_space(self, size: int) -> bool:
         """Return whether memory may be reserved for a transfer, beside what is held.

@@ -21,7 +21,7 @@ from typing import Any
 from .._aio.flows import end_when_silent, probe_when_idle, retry_soon
 from .._aio.fork import close_on_fork
 from .._aio.loops import LoopThread, await_on, call_soon
-from .._aio.sockets import BACKLOG, Acceptor
+from .._aio.sockets import BACKLOG, Acceptor, closed_on_error
 from .purposes import (
     CALLS,
     DIRECTORY,
@@ -82,7 +82,6 @@ class Port:
         self.host, self.number = listening.getsockname()[:2]
         self.torch: tuple[str, int] | None = None
         """Address of this worker's own listener of torch's RPC, once there is one."""
-        self._listening: list[tuple[socket.socket, str | None]] = [(listening, None)]
         self._handlers: dict[str, Accepted] = {}
         self._acceptors: list[Acceptor] = []
         self._of_directory: list[Acceptor] = []
@@ -92,7 +91,7 @@ class Port:
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting: set[asyncio.Task[Any]] = set()
-        self._thread = LoopThread("aiorpc-port", self._serve)
+        self._thread = LoopThread("aiorpc-port", partial(self._serve, listening))
         self._loop = self._thread.loop
         self._thread.start()
 
@@ -155,10 +154,8 @@ class Port:
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self) -> None:
-        listening, self._listening = self._listening, []
-        for each in listening:
-            self._add(*each)
+    async def _serve(self, listening: socket.socket) -> None:
+        self._add(listening, None)
         if self.tls is not None:
             self._look_at(self.tls)
         await self._thread.closing.wait()
@@ -290,19 +287,21 @@ class Port:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             handler(theirs, host)
-            return self._pass_to_directory(stream, ours)
+
+            async def pass_to_directory() -> None:
+                with ours:
+                    with contextlib.suppress(OSError):
+                        await stream.send(READY)
+                    # The directory closes what it refuses: that would be counted by nothing
+                    # meanwhile.
+                    await splice(stream, PlainStream(ours), linger=0.0)
+
+            return pass_to_directory()
         opening = await receive_exactly(stream, OPENING)
         if (relay := await self._relays.take_over(opening, self._connect_torch)) is None:
             await stream.send(UNKNOWN)
             raise ConnectionResetError("it goes on with a connection that is not known here")
         return self._relays.carry(relay, stream, opening, host)
-
-    async def _pass_to_directory(self, stream: PlainStream, local: socket.socket) -> None:
-        with local:
-            with contextlib.suppress(OSError):
-                await stream.send(READY)
-            # The directory closes what it refuses: that would be counted by nothing meanwhile.
-            await splice(stream, PlainStream(local), linger=0.0)
 
     async def _purpose_of(self, accepted: socket.socket) -> str:
         pause, needed = 0.001, MAX_FIRST if self.tls else PREFACE
@@ -368,7 +367,7 @@ class Port:
             peer: the other end, for messages.
             opening: of a flow of torch's (`sequence`).
         """
-        try:
+        with closed_on_error(connected):
             prepare(connected)
             _limit_silence(connected, purpose)
             with nullcontext() if self.tls is None else self.tls.explaining(peer):
@@ -385,9 +384,6 @@ class Port:
                 raise UnknownConnection(f"{peer} does not know the connection")
             if ready != READY:
                 raise ConnectionResetError(f"{peer} has closed the connection")
-        except BaseException:
-            connected.close()
-            raise
         return stream
 
 
@@ -414,13 +410,10 @@ def prepare(connected: socket.socket) -> None:
 
 async def connect(address: tuple[str, int]) -> socket.socket:
     """Return a socket that is connected."""
-    found = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-    try:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with closed_on_error(socket.socket(family)) as found:
         prepare(found)
         await asyncio.get_running_loop().sock_connect(found, address)
-    except BaseException:
-        found.close()
-        raise
     return found
 
 

@@ -15,7 +15,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 
-from .sequence import TICKS, Part, Sequence, format_count, read_opening
+from .sequence import COUNT, TICKS, Part, Sequence, read_opening
 from .strangers import Strangers
 from .streams import CHUNK, LINGER, PlainStream
 
@@ -314,7 +314,7 @@ class AcceptedRelays:
         identity, _, number = read_opening(opening)
         is_closed = False
         try:
-            await stream.send(READY + format_count(relay.sequence.received))
+            await stream.send(READY + COUNT.pack(relay.sequence.received))
             is_closed = await relay.carry(stream, number)
         finally:
             if relay.is_over:

@@ -110,11 +110,6 @@ class Certificate:
             self.look(LOOK_TIMEOUT)
         return self.latest
 
-    def check(self) -> None:
-        """Raise ValueError if others would refuse it; warn if it expires soon."""
-        self.loaded().check()
-        self._warn()
-
     def look(self, wait: float = 0.0) -> None:
         """Read the files again if they have changed, in a thread; wait so many seconds for it."""
         if self._is_looking:  # their file system may hang
@@ -150,9 +145,9 @@ class Certificate:
             else:
                 self._seen, self.latest = stamp, loaded
                 log.info("tls: %s was read again: valid until %s", self._files.cert, loaded.expiry)
-        self._warn()
+        self.warn()
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
         """Log a warning for each file that expires soon, once a day."""
         now = time.time()
         for file, end in self.latest.ends.items():
@@ -319,7 +314,8 @@ class Tls:
             ValueError: if others would refuse the certificate: it has expired, is of another
                 authority or for another use.
         """
-        self._certificate.check()
+        self._certificate.loaded().check()
+        self._certificate.warn()
 
     def look(self) -> None:
         """Read the files again soon, if they have changed; warn if the certificate ends soon."""

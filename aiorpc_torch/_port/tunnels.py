@@ -9,17 +9,16 @@ from here. So the answer is given the address of the loopback socket instead.
 import asyncio
 import contextlib
 import logging
-import select
 import socket
 import struct
 from itertools import chain, repeat
 from urllib.parse import urlsplit
 
-from .._aio.sockets import Acceptor
+from .._aio.sockets import Acceptor, closed_on_error, has_ended
 from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH
 from .relay import END_SILENCE, TORCH_SILENCE, Relay, new_identity, receive_exactly
-from .sequence import COUNT, Part, format_opening, read_count
+from .sequence import COUNT, Part, format_opening
 from .streams import LINGER, PlainStream
 
 log = logging.getLogger("aiorpc_torch")
@@ -179,7 +178,7 @@ class _Tunnel:
                 error = exc
                 if is_new or isinstance(exc, UnknownConnection):
                     raise
-            if _has_ended(accepted):
+            if has_ended(accepted):
                 last = loop.time() + 2 * self._port.heartbeat + END_SILENCE
                 deadline = min(deadline, last)
             if loop.time() >= deadline:
@@ -191,11 +190,9 @@ class _Tunnel:
         async with asyncio.timeout(CONNECT_TIMEOUT):
             connected = await connect(split_endpoint(self._endpoint))
         stream = await self._port.open(connected, TORCH, name, opening)
-        try:
-            return stream, read_count(await receive_exactly(stream, COUNT))
-        except BaseException:
-            connected.close()
-            raise
+        with closed_on_error(connected):
+            (count,) = COUNT.unpack(await receive_exactly(stream, COUNT.size))
+        return stream, count
 
 
 class _Readdressing:
@@ -235,13 +232,6 @@ def replace_address(message: bytes, old: str, new: str) -> bytes:
     before, after = (bytes((_STRING, len(each))) + each.encode() for each in (old, new))
     body = message[_LENGTH.size :].replace(before, after, 1)
     return _LENGTH.pack(len(body)) + body
-
-
-def _has_ended(local: socket.socket) -> bool:
-    """Return whether the other end of a socket has closed it, even if there is more to read."""
-    poller = select.poll()
-    poller.register(local, select.POLLRDHUP)
-    return bool(poller.poll(0))
 
 
 def format_endpoint(host: str, number: int) -> str:
