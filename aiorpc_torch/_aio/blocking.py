@@ -23,11 +23,7 @@ awaited: contextvars.ContextVar[list[str]] = contextvars.ContextVar("awaited")
 
 @contextlib.contextmanager
 def blocking_on(text: str) -> Iterator[None]:
-    """Name what the block waits for, in the error of the `BlockingCall` that runs it.
-
-    Args:
-        text: a clause with what does not answer, and the remedy.
-    """
+    """Name what does not answer, and the remedy, if the block runs in a `BlockingCall`."""
     texts = awaited.get(None)
     if texts is None:
         yield
@@ -50,9 +46,6 @@ class BlockingCall(Generic[T]):
         function: the function.
         text: text of `Blocked` outside of `blocking_on`.
         undo: takes, in a thread, a result that came after the call was given up.
-
-    Attributes:
-        ended: a future that is done when the function has returned, and `undo` too.
     """
 
     def __init__(
@@ -63,7 +56,7 @@ class BlockingCall(Generic[T]):
         # The thread sets it or this end cancels it: one of both, so that no result is lost.
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._texts = [text]
-        self.ended = self._in_thread(self._run)
+        self.ended = self._in_thread(self._run)  # done when `undo` has returned, too
 
     @property
     def text(self) -> str:

@@ -134,9 +134,7 @@ def run_in_method(function: Callable[..., T], *args: Any) -> T:
 def end_fork_since(before: int, exc: BaseException | None = None) -> None:
     """End this process if a worker has forked it since `generation` was `before`.
 
-    Args:
-        before: the former generation.
-        exc: how the code has ended that has forked.
+    `exc` has ended the code that has forked.
     """
     if generation == before:
         return
@@ -148,9 +146,7 @@ def end_fork_since(before: int, exc: BaseException | None = None) -> None:
 def _end_after_step(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[object] | None") -> None:
     """End this fork before its copy of the event loop runs another callback.
 
-    Args:
-        loop: the loop, in whose thread this is.
-        task: the task that has forked; its failure gives the exit code.
+    The failure of the task that has forked gives the exit code.
     """
 
     def end() -> None:

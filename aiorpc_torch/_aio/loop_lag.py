@@ -67,12 +67,8 @@ class LoopLag:
 class StallWatch:
     """Warns of a loop that did not run between `LOOKS` looks. `look` at any rate, in one thread.
 
-    Looks, and not a time: a process that was frozen has one when it thaws.
-
-    Args:
-        lag: the lag of the loop, which this probes.
-        thread: identifier of the loop's thread.
-        name: name of the worker.
+    Looks, and not a time: a process that was frozen has one when it thaws. `thread` is the
+    identifier of the loop's thread, `name` the worker's.
     """
 
     def __init__(self, lag: LoopLag, thread: int, name: str) -> None:

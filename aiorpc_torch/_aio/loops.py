@@ -57,14 +57,10 @@ async def await_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, An
 
 
 class LoopThread:
-    """A thread whose event loop runs `serve()`, which returns once `closing` is set.
-
-    Attributes:
-        loop: the event loop; it is closed when the thread has ended.
-    """
+    """A thread whose event loop runs `serve()`, which returns once `closing` is set."""
 
     def __init__(self, name: str, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()  # closed when the thread has ended
         self.closing = asyncio.Event()
 
         def run() -> None:

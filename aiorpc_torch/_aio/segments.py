@@ -110,11 +110,7 @@ def advise_huge_pages(address: int, size: int) -> None:
 class Segment:
     """A segment of this process. Its descriptor is closed with the object.
 
-    Args:
-        size: Bytes of the segment. Memory is taken as it is written.
-
-    Raises:
-        OSError: if there is no memory or no descriptor for it.
+    Memory is taken as it is written. Raises OSError if there is no memory or no descriptor.
     """
 
     __slots__ = ("__weakref__", "_mapping", "name")
@@ -134,16 +130,14 @@ class Segment:
     def private_buffer(self) -> Buffer:
         """Return the memory in a mapping in which what is written stays; it needs no descriptor.
 
-        Raises:
-            OSError: if this process has no address space for it.
+        Raises OSError if this process has no address space for it.
         """
         return Mapping(self.name.descriptor, self.name.size, mmap.MAP_PRIVATE).buffer()
 
     def write(self, offset: int, address: int, size: int) -> None:
         """Copy `size` bytes of memory to `offset`. Releases the GIL.
 
-        Raises:
-            ValueError: if they do not fit.
+        Raises ValueError if they do not fit.
         """
         if not 0 <= offset <= self.name.size - size:
             raise ValueError(f"{size} bytes at {offset} exceed a segment of {self.name.size}")
@@ -153,9 +147,7 @@ class Segment:
 def map_segment(name: SegmentName, *, private: bool) -> Mapping:
     """Map a segment of another process, or of this one, for reading and writing.
 
-    Args:
-        name: The segment.
-        private: True if what is written stays in this mapping.
+    What is written stays in this mapping if it is `private`.
 
     Raises:
         SegmentLost: if the process that made it has ended.

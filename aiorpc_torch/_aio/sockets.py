@@ -99,11 +99,9 @@ ACCEPT_RETRY = 1.0  # seconds, where a connection cannot be accepted for lack of
 
 
 class Acceptor:
-    """Accepts connections at the sockets that are added, until `close`. On the running loop.
+    """Gives connections at the sockets that are added to `accepted`. On the running loop.
 
-    Args:
-        owner: whose sockets they are, for the log.
-        accepted: takes each connection.
+    The log names their `owner`.
     """
 
     def __init__(self, owner: str, accepted: Callable[[socket.socket], object]) -> None:

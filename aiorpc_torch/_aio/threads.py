@@ -161,11 +161,7 @@ async def run_in_thread(
 
     When this returns, the thread holds neither the function nor its result: a thread that frees a
     tensor while Python ends aborts the process. (torch 2.15, Python 3.11)
-
-    Args:
-        function: the function.
-        name: name of the new thread.
-        start: gives the function a thread of a pool instead of a new one.
+    `start` gives the function a thread of a pool instead of a new one.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

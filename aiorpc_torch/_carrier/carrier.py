@@ -28,12 +28,9 @@ Handle = Callable[[bytes, Sequence[Tensor]], int]
 
 
 class Carrier(abc.ABC):
-    """One way for tensors. Confined to the event loop `loop`.
+    """One way for the tensors of a connection. Confined to its event loop.
 
-    Args:
-        wire: the connection.
-        loop: its event loop.
-        changed: is called when `can_send` may have changed.
+    `changed` is called when `can_send` may have changed.
     """
 
     NEWS: ClassVar[int]  # kind of the frames that tell the peer of this way

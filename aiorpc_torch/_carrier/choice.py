@@ -15,13 +15,9 @@ from .tensor_sockets import Dial, Offer, TensorSockets
 
 
 class Carriers:
-    """The carriers of one end of a connection. Confined to the event loop `loop`.
+    """The carriers of one end of a connection. Confined to its event loop.
 
-    Args:
-        wire: the connection.
-        loop: its event loop.
-        opened: is called when a carrier was chosen.
-        dial: opens tensor sockets; None at the callee.
+    `opened` is called when a carrier was chosen. `dial` opens tensor sockets; None at the callee.
     """
 
     def __init__(

@@ -113,11 +113,7 @@ HostCopies = dict[Hashable, HostCopy]
 def join(copies: HostCopies, key: Hashable, keep: Any, soon: Soon) -> HostCopy:
     """Return the transfer of a host and a content, a new one if there is none to join.
 
-    Args:
-        copies: those of the event loop.
-        key: the host and the content.
-        keep: what has to be kept so that an equal key means an equal content.
-        soon: calls a function in the next iteration.
+    While `keep` is kept, an equal key means an equal content.
     """
 
     def close(copy: HostCopy) -> None:

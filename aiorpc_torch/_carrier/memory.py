@@ -34,13 +34,7 @@ def memory_limit() -> int:
 
 
 class LoopMemory(Generic[M]):
-    """A pool of one event loop, confined to it.
-
-    Args:
-        loop: The event loop; it is not kept alive.
-        make: Returns new memory of so many bytes.
-        closed: Is called with each piece that is in the pool no more.
-    """
+    """A `MemoryPool` of one event loop, confined to it. The loop is not kept alive."""
 
     def __init__(
         self,
@@ -53,17 +47,14 @@ class LoopMemory(Generic[M]):
         self.returned: EntryQueue[Piece[M]] = EntryQueue(loop, self.release)
         self._loop = weakref.ref(loop)
         self._is_trimming = False
+        self._lock = threading.Lock()  # `ReceiveMemory.take` runs in any thread
 
     def release(self, piece: Piece[M]) -> None:
         """Remove a holder."""
-        self.pool.release(piece, time.monotonic())
-        if not (piece.holders or self._is_trimming):
-            self._trim_in(IDLE_SECONDS)
-
-    def abandon(self, piece: Piece[M]) -> None:
-        """Remove a holder that may still use the memory, which is not used again."""
-        piece.is_reusable = False
-        self.release(piece)
+        with self._lock:
+            self.pool.release(piece, time.monotonic())
+            if not (piece.holders or self._is_trimming):
+                self._trim_in(IDLE_SECONDS)
 
     def _trim_in(self, seconds: float) -> None:
         if (loop := self._loop()) is not None and not loop.is_closed():
@@ -73,11 +64,12 @@ class LoopMemory(Generic[M]):
 
     def trim(self) -> None:
         """Give back what was not used for `IDLE_SECONDS`."""
-        self._is_trimming = False
-        now = time.monotonic()
-        oldest = self.pool.trim(now - IDLE_SECONDS)
-        if oldest is not None:
-            self._trim_in(oldest + IDLE_SECONDS - now + 0.01)
+        with self._lock:
+            self._is_trimming = False
+            now = time.monotonic()
+            oldest = self.pool.trim(now - IDLE_SECONDS)
+            if oldest is not None:
+                self._trim_in(oldest + IDLE_SECONDS - now + 0.01)
 
 
 def _trim(memory: "weakref.ref[LoopMemory[Any]]") -> None:
@@ -94,7 +86,6 @@ class ReceiveMemory(LoopMemory[Mapping]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop, Mapping.anonymous)
-        self._lock = threading.Lock()
         self.used: dict[int, weakref.ref[Any]] = {}  # what tensors lie in, by number of its piece
 
     def take(self, size: int) -> Any:
@@ -119,14 +110,6 @@ class ReceiveMemory(LoopMemory[Mapping]):
 
         used[piece.number] = weakref.ref(buffer, let_go)
         return buffer
-
-    def release(self, piece: Piece[Mapping]) -> None:
-        with self._lock:
-            super().release(piece)
-
-    def trim(self) -> None:
-        with self._lock:
-            super().trim()
 
 
 _received: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReceiveMemory]" = (

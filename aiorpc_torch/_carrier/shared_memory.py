@@ -240,7 +240,8 @@ class SharedMemory(Carrier):
         if store is not None:
             for held in self._held.values():
                 for segment in held:
-                    store.memory.abandon(segment)
+                    segment.is_reusable = False
+                    store.memory.release(segment)
             store.detach(self)
         self._held.clear()
         self._unopened.clear()

@@ -58,9 +58,7 @@ class _SocketThreads:
     def add(self, sock: socket.socket, *, is_own: bool) -> None:
         """Use a connected socket; close it if there are enough, or no thread can be started.
 
-        Args:
-            sock: The socket.
-            is_own: True if this process has opened it.
+        It `is_own` if this process has opened it.
         """
         if self._is_closed or len(self._sockets) >= self._most:
             sock.close()
@@ -116,9 +114,7 @@ class _SocketThreads:
 class SocketSender(_SocketThreads):
     """Sends transfers on the sockets of one direction.
 
-    Args:
-        ended: Is told in a thread that no thread needs the tensors of a transfer any more.
-        failed: Is told in a thread that a socket has failed.
+    `ended` is told in a thread that no thread needs the tensors of a transfer any more.
     """
 
     def __init__(self, ended: Callable[[OutgoingTransfer], object], failed: Failed) -> None:
@@ -176,11 +172,8 @@ class SocketSender(_SocketThreads):
 class SocketReceiver(_SocketThreads):
     """Receives transfers on the sockets of one direction.
 
-    Args:
-        transfers: The transfers that come.
-        arrived: Is told in a thread the number of a transfer that has come whole, and whether
-            there was memory for it.
-        failed: Is told in a thread that a socket has failed.
+    `arrived` is told in a thread the number of a transfer that has come whole, and whether there
+    was memory for it.
     """
 
     def __init__(

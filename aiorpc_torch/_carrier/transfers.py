@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._aio.segments import Segment
-from .._wire.blocks import Block, Source
+from .._wire.blocks import Block
 from .._wire.buffers import ALIGNMENT
 from .._wire.frames import ProtocolError
 
@@ -74,10 +74,13 @@ class OutgoingTransfer:
         pieces: list[Any] = []
         position, end = self.started, self.started + CHUNK
         while position < end and len(pieces) < MAX_PIECES and self._next < len(self.sources):
-            (start, _, size), _ = source = self.sources[self._next]
+            (start, skip, size), storage = self.sources[self._next]
+            if storage.nbytes() < skip + size:
+                raise ValueError("a storage was freed or made smaller before it was sent")
             done = position - start
             part = min(size - done, end - position)
-            pieces.append(_view(source, done, part))
+            memory = (ctypes.c_ubyte * part).from_address(storage.data_ptr() + skip + done)
+            pieces.append(memoryview(memory).cast("B"))
             position += part
             if done + part == size:
                 self._next += 1
@@ -104,15 +107,6 @@ class OutgoingTransfer:
 
     def _is_over(self) -> bool:
         return not self._in_progress and (self.is_cancelled or self.is_complete)
-
-
-def _view(source: Source, offset: int, size: int) -> memoryview:
-    """Return memory of a source, which the caller keeps alive."""
-    (_, skip, whole), storage = source
-    if storage.nbytes() < skip + whole:
-        raise ValueError("a storage was freed or made smaller before it was sent")
-    address = storage.data_ptr() + skip + offset
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
 @dataclass(slots=True, eq=False)

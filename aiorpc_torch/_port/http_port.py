@@ -36,12 +36,7 @@ class HttpPort:
     """Answers requests without a body at a socket that listens, until `close`. For any thread.
 
     The application runs in the thread of this port: meanwhile connections wait in the backlog.
-
-    Args:
-        listening: the socket.
-        app: the application.
-        name: name of the thread, and of this port in the log.
-        tls: the certificate; None for connections in clear text.
+    `name` is that of the thread, and of this port in the log.
     """
 
     def __init__(self, listening: socket.socket, app: App, name: str, tls: Tls | None) -> None:

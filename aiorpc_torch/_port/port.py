@@ -28,6 +28,7 @@ from .purposes import (
     MAX_FIRST,
     PREFACE,
     TENSORS,
+    TORCH,
     HelloReader,
     preface,
     read_preface,
@@ -251,12 +252,10 @@ class Port:
                 purpose = await self._purpose_of(accepted)
                 if only not in (None, purpose):
                     raise ValueError(f"only a {only} is here")
-                if purpose == TENSORS or (purpose == CALLS and self.tls is None):
-                    self._handler(purpose)(accepted)
-                    return
-                if purpose == DIRECTORY and self.tls is None:
+                if purpose != TORCH and (self.tls is None or purpose == TENSORS):
                     handler = self._handler(purpose)
-                    accepted.send(READY)  # there is room in a new socket
+                    if purpose == DIRECTORY:
+                        accepted.send(READY)  # there is room in a new socket
                     handler(accepted)
                     return
                 if purpose == CALLS:
@@ -360,12 +359,7 @@ class Port:
         """Ask for a purpose at a connected socket, and wait until it is admitted. On the loop.
 
         Raises the exceptions of `secure`, and `UnknownConnection`. The socket is closed then.
-
-        Args:
-            connected: the socket.
-            purpose: one of `PURPOSES`.
-            peer: the other end, for messages.
-            opening: of a flow of torch's (`sequence`).
+        `peer` names the other end in messages; `opening` is that of a flow (`sequence`).
         """
         with closed_on_error(connected):
             prepare(connected)

@@ -288,11 +288,9 @@ class AcceptedRelays:
     async def take_over(
         self, opening: bytes, connect: Callable[[], Awaitable[socket.socket]]
     ) -> Relay | None:
-        """Return the relay that a flow asks for, None if it is not known.
+        """Return the relay that the `opening` of a flow asks for, None if it is not known.
 
-        Args:
-            opening: the first bytes of the flow.
-            connect: makes a connection with torch for a new one.
+        `connect` makes a connection with torch for a new one.
         """
         identity, is_new, _ = read_opening(opening)
         if identity not in self._all and is_new:

@@ -44,8 +44,7 @@ class PlainStream:
     def unsealed(self, data: bytes | None) -> bytes | None:
         """Return what bytes of the socket bring, b"" at the end, None if it is not whole yet.
 
-        Args:
-            data: the bytes, b"" at the end; None for what `receive` has left.
+        Without `data` (None) what `receive` has left.
         """
         return data
 

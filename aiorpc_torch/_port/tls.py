@@ -327,18 +327,17 @@ class Tls:
         try:
             yield
         except ssl.SSLError as exc:
-            raise TlsError(self._explain(exc, peer)) from exc
-
-    def _explain(self, exc: ssl.SSLError, peer: str) -> str:
-        text = reason_of(exc)
-        if isinstance(exc, ssl.SSLCertVerificationError):
-            return f"the certificate of {peer} is refused, by {self.ca}: {text}"
-        if "alert" in text:  # the other end tells
-            until = f" (it expires on {self.expiry})" if "expired" in text else ""
-            return f"{peer} refuses the certificate in {self.cert}: {text}{until}"
-        if exc.reason in _NO_TLS:
-            return f"{peer} does not use TLS: give every worker tls="
-        return f"no TLS connection with {peer}: {text}"
+            text = reason_of(exc)
+            if isinstance(exc, ssl.SSLCertVerificationError):
+                text = f"the certificate of {peer} is refused, by {self.ca}: {text}"
+            elif "alert" in text:  # the other end tells
+                until = f" (it expires on {self.expiry})" if "expired" in text else ""
+                text = f"{peer} refuses the certificate in {self.cert}: {text}{until}"
+            elif exc.reason in _NO_TLS:
+                text = f"{peer} does not use TLS: give every worker tls="
+            else:
+                text = f"no TLS connection with {peer}: {text}"
+            raise TlsError(text) from exc
 
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "RECORD_LAYER_FAILURE")
