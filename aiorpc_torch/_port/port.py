@@ -13,6 +13,7 @@ import errno
 import logging
 import socket
 import ssl
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -84,11 +85,11 @@ class Port:
         self.torch: tuple[str, int] | None = None
         """Address of this worker's own listener of torch's RPC, once there is one."""
         self._handlers: dict[str, Accepted] = {}
-        self._acceptors: list[Acceptor] = []
+        self._acceptors: weakref.WeakSet[Acceptor] = weakref.WeakSet()
         self._of_directory: list[Acceptor] = []
         self._hellos = HelloReader()
         self._strangers = Strangers(MAX_UNPROVEN)
-        self._relays = AcceptedRelays(heartbeat, is_in_clear=tls is None)
+        self.relays = AcceptedRelays(heartbeat, is_in_clear=tls is None)
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting: set[asyncio.Task[Any]] = set()
@@ -119,7 +120,7 @@ class Port:
 
         def close() -> None:
             while self._of_directory:
-                self.end_accepting(self._of_directory.pop())
+                self._of_directory.pop().close()
 
         self._handlers.pop(DIRECTORY, None)
         call_soon(self._loop, close)
@@ -170,7 +171,7 @@ class Port:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._relays.close()
+        self.relays.close()
 
     def _look_at(self, tls: Tls) -> None:
         tls.look()
@@ -196,7 +197,7 @@ class Port:
         """Accept connections at a further socket, until this port or the acceptor is closed."""
         found = Acceptor("the port", accepted)
         found.add(listening)
-        self._acceptors.append(found)
+        self._acceptors.add(found)
         if self._thread.closing.is_set():
             found.close()
         return found
@@ -211,16 +212,6 @@ class Port:
         task = self._start(coroutine)
         task.add_done_callback(lambda _: accepted.close())  # it may not have begun
         return task
-
-    def end_accepting(self, acceptor: Acceptor) -> None:
-        """Close an acceptor of `accept_at`."""
-        acceptor.close()
-        if acceptor in self._acceptors:
-            self._acceptors.remove(acceptor)
-
-    def forget(self, endpoint: str) -> None:
-        """End the connections of torch's that have come from a port, whose process has ended."""
-        self._relays.forget(endpoint)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
@@ -297,10 +288,10 @@ class Port:
 
             return pass_to_directory()
         opening = await receive_exactly(stream, OPENING)
-        if (relay := await self._relays.take_over(opening, self._connect_torch)) is None:
+        if (relay := await self.relays.take_over(opening, self._connect_torch)) is None:
             await stream.send(UNKNOWN)
             raise ConnectionResetError("it goes on with a connection that is not known here")
-        return self._relays.carry(relay, stream, opening, host)
+        return self.relays.carry(relay, stream, opening, host)
 
     async def _purpose_of(self, accepted: socket.socket) -> str:
         pause, needed = 0.001, MAX_FIRST if self.tls else PREFACE

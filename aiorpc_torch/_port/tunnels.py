@@ -101,13 +101,13 @@ class _Tunnel:
 
     def close(self) -> None:
         """End the connections, and take no more."""
-        self._port.forget(self._endpoint)
+        self._port.relays.forget(self._endpoint)
         for task, accepted in self._tasks.items():
             with contextlib.suppress(OSError):  # for the other end, too
                 accepted.shutdown(socket.SHUT_RDWR)
             asyncio.get_running_loop().call_later(LINGER, task.cancel)
         if self._acceptor is not None:
-            self._port.end_accepting(self._acceptor)
+            self._acceptor.close()
         else:
             self._listening.close()
 
