@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._aio.blocking import blocking_on
-from .._aio.regular_files import read_regular
+from .._aio.blocking import blocking_on, read_regular
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from itertools import chain, repeat
 from urllib.parse import urlsplit
 
@@ -121,8 +122,8 @@ class _Tunnel:
         task.add_done_callback(self._tasks.pop)
 
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
-        readdressing = [_Readdressing(self._old, self._new)] if is_first else []
-        relay = Relay(accepted, self._port.heartbeat, *readdressing)
+        change = _readdressing(self._old, self._new) if is_first else None
+        relay = Relay(accepted, self._port.heartbeat, change)
         identity, is_new, refusal = new_identity(self._port.endpoint), True, 0.0
         while not relay.is_over:
             opening = format_opening(identity, relay.sequence.received, is_new=is_new)
@@ -195,28 +196,26 @@ class _Tunnel:
         return stream, count
 
 
-class _Readdressing:
-    """Replaces an address in the first message of a listener of TensorPipe.
+def _readdressing(old: str, new: str) -> Callable[[Part], Part]:
+    """Return what replaces an address in the first message of a listener of TensorPipe.
 
-    Other bytes than such a message may wait here for more: torch's RPC does not understand them.
+    Other bytes than such a message may wait there for more: torch's RPC does not understand them.
     """
+    first: bytes | None = b""  # what has come of the first message
 
-    def __init__(self, old: str, new: str) -> None:
-        self._old, self._new = old, new
-        self._first: bytes | None = b""  # what has come of the first message
-
-    def __call__(self, data: Part) -> Part:
-        if self._first is None:
+    def change(data: Part) -> Part:
+        nonlocal first
+        if first is None:
             return data
-        whole = self._first + data
+        whole = first + data
         size = message_size(whole)
         if size is not None and len(whole) < size:
-            self._first = whole
+            first = whole
             return b""
-        self._first = None
-        if size is None:
-            return whole
-        return replace_address(whole[:size], self._old, self._new) + whole[size:]
+        first = None
+        return whole if size is None else replace_address(whole[:size], old, new) + whole[size:]
+
+    return change
 
 
 def message_size(data: bytes) -> int | None:
