@@ -94,9 +94,6 @@ class Carrier(abc.ABC):
     def has_work(self) -> bool:
         """Return whether the peer still needs this process to get a message."""
 
-    def drop_cancelled(self) -> None:  # noqa: B027 - most have nothing to do
-        """End, in the next iteration, what is sent for messages that are not wanted any more."""
-
     @abc.abstractmethod
     def close(self) -> None:
         """End what is under way."""

@@ -72,8 +72,7 @@ class Carriers:
 
     def drop_cancelled(self) -> None:
         """End what is sent for messages that are not wanted any more."""
-        if self.chosen is not None:
-            self.chosen.drop_cancelled()
+        self.sockets.drop_cancelled()
 
     def close(self) -> None:
         """End both."""

@@ -276,11 +276,10 @@ class SharedMemory(Carrier):
         if offer is not None or proof is not None:
             self._changed()
         for number in opened:
-            self._unopened[number] = self._unopened.pop(number, 0) - 1
-            if self._unopened[number] < 0:
+            if not (left := self._unopened.pop(number, 0)):
                 raise ProtocolError(f"segment {number!r} is not to be mapped by the peer")
-            if not self._unopened[number]:
-                del self._unopened[number]
+            if left > 1:
+                self._unopened[number] = left - 1
         for number in released:
             if not (held := self._held.get(number)):
                 raise ProtocolError(f"segment {number!r} is not held by the peer")
@@ -305,24 +304,18 @@ class SharedMemory(Carrier):
             return False
         blocks, places = found
         copies: list[SegmentCopy] = []
-        unwritten = None
         for block in blocks:
             if (copy := self._store.copy(block, is_current)) is None:
                 return False
             copies.append(copy)
-            unwritten = unwritten if copy.is_written else copy
         self._copying += 1
-        finish = partial(self._finish, copies, places, data, then)
-        if unwritten is None:
-            finish()
-        else:
-            unwritten.waiters.append(finish)
+        self._finish(copies, places, data, then)
         return True
 
     def _finish(
         self, copies: Sequence[SegmentCopy], places: Sequence[Place], data: bytes, then: Then
     ) -> None:
-        """Pass the message on when all its blocks are written."""
+        """Pass the message on once all its blocks are written."""
         can_send, names = self._wire.is_open, []
         for copy in copies:
             if not copy.is_written:

@@ -474,6 +474,7 @@ class TensorSockets(Carrier):
         self.free(arrival.number, arrival.size)
 
     def drop_cancelled(self) -> None:
+        """End, in the next iteration, what is sent for messages that are not wanted any more."""
         if self._jobs and not self._is_dropping:
             self._is_dropping = True
             self._loop.call_soon(self._drop_cancelled)

@@ -158,7 +158,7 @@ class _Entry(ctypes.Structure):
     )
 
 
-_OF_FAMILY = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+_OF_FAMILY: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 """Offset and bytes of the address in a `struct sockaddr`."""
 
 

@@ -13,7 +13,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,25 +42,19 @@ class Files(NamedTuple):
     ca: Path
 
 
-class Loaded(NamedTuple):
-    """The content of the files."""
+class Loaded:
+    """The content of the files. Raises ValueError if one cannot be used; it names the file."""
 
-    files: Files
-    server: ssl.SSLContext  # settings of the end that was connected to
-    client: ssl.SSLContext  # settings of the end that connects
-    ends: Mapping[str, float]  # when the certificate expires, and the last authority, by file
-
-    @classmethod
-    def of(cls, files: Files) -> "Loaded":
-        """Read the files. Raises ValueError if one cannot be used; it names the file."""
+    def __init__(self, files: Files) -> None:
         for each in files:
             with reading(f"tls: {each}"):
                 read_regular(each)  # OpenSSL does not tell which one is missing
-        server = _context(ssl.PROTOCOL_TLS_SERVER, files)
+        self.files = files
+        self.server = _context(ssl.PROTOCOL_TLS_SERVER, files)  # the end that was connected to
         # A ticket is never used, and one that is not read resets a connection as it is closed.
-        server.num_tickets = 0
-        client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        return cls(files, server, client, _ends(server, client, files))
+        self.server.num_tickets = 0
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files)  # the end that connects
+        self.ends = _ends(self.server, self.client, files)
 
     @property
     def expiry(self) -> str:
@@ -98,7 +92,7 @@ class Certificate:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._seen = _stamp(files)
-        self.latest = Loaded.of(files)  # what was read last, and can be used
+        self.latest = Loaded(files)  # what was read last, and can be used
         self._next_look = time.monotonic() + LOOK_INTERVAL
         self._is_looking = False
         self._warned: dict[str, float] = {}  # time of the last warning, by file
@@ -135,7 +129,7 @@ class Certificate:
         stamp = _stamp(self._files)
         if stamp != self._seen:
             try:
-                loaded = Loaded.of(self._files)
+                loaded = Loaded(self._files)
                 loaded.check()
             except ValueError as exc:
                 if stamp == _stamp(self._files):  # else they are being written
@@ -188,7 +182,7 @@ def _context(side: int, files: Files) -> ssl.SSLContext:
 
 
 def _ends(server: ssl.SSLContext, client: ssl.SSLContext, files: Files) -> dict[str, float]:
-    """Return the times at which the certificate and the authority expire, as far as is known.
+    """Return when the certificate and the last authority expire, by file, as far as is known.
 
     `ssl` tells of a certificate only after a handshake.
     """

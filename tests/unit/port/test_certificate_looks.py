@@ -32,17 +32,17 @@ def test_files_that_are_being_written(
     tls, other = tls_in(folder), authority.tls("other")
     cert, key, _ = authority.files("second")
     shutil.copy(cert, folder / "cert")
-    of, reads = module.Loaded.of, list[bool]()
+    loaded, reads = module.Loaded, list[bool]()
 
     def load(files: module.Files) -> module.Loaded:
         try:
-            return of(files)
+            return loaded(files)
         finally:
             if not reads:
                 shutil.copy(key, folder / "key")
             reads.append(True)
 
-    monkeypatch.setattr(module.Loaded, "of", load)
+    monkeypatch.setattr(module, "Loaded", load)
     assert names_shown(tls, other) == ("first", "other")
     assert names_shown(tls, other) == ("second", "other")
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
