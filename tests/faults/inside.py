@@ -203,7 +203,7 @@ def _of_process() -> Counter[str]:
     if (memory := _received.get(loop)) is not None:
         found["pieces of memory with tensors"] += len(memory.used)
     if (copies := tensor_sockets._copies.get(loop)) is not None:
-        found["transfers for several processes"] += len(copies._copies)
+        found["transfers for several processes"] += len(copies)
     for store in [*shared_memory._stores.values()]:
         pieces = [*store.memory.pool._pieces.values()]
         found["segments in use"] += sum(bool(each.holders) for each in pieces)
