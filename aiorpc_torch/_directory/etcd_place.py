@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from .._aio.blocking import read_regular
+from .._aio.awaited import read_regular
 from .._port.tls import reading
 
 PASSWORD_VARIABLE = "AIORPC_TORCH_ETCD_PASSWORD"

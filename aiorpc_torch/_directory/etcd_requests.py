@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .._aio.blocking import blocking_on
+from .._aio.awaited import blocking_on
 from .._aio.threads import ThreadCache
 from .._text import printable
 from .etcd_place import PASSWORD_VARIABLE, URL_WITH_TLS, URL_WITH_USER, Member, Place

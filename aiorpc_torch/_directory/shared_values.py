@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from .._aio.blocking import blocking_on, open_regular, read_regular
+from .._aio.awaited import blocking_on, open_regular, read_regular
 from .._torch.store import NoStoreError, StoreClient
 
 MAX_VALUE = 1 << 16  # bytes of a file: a record has some hundreds

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
-from .._aio.blocking import blocking_on
+from .._aio.awaited import blocking_on
 
 VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """torch's variables for an interface. TensorPipe reads the first one."""

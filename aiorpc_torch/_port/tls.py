@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._aio.blocking import blocking_on, read_regular
+from .._aio.awaited import blocking_on, read_regular
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiorpc_torch._aio.blocking import Blocked, BlockingCall, blocking_on
+from aiorpc_torch._aio.awaited import blocking_on
+from aiorpc_torch._aio.blocking import Blocked, BlockingCall
 
 SOON = 30.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._aio.blocking import awaited
+from aiorpc_torch._aio.awaited import awaited
 from aiorpc_torch._directory import meeting
 from aiorpc_torch._directory.meeting import Listening, Meeting, Seen
 from aiorpc_torch._directory.record import Record
