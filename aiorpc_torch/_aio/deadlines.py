@@ -197,10 +197,7 @@ def call_at(
 class ForeseenTimer:
     """A timer of the running loop: `foresee(seconds)` shortly before, `expire(seconds)` at its end.
 
-    Args:
-        seconds: its time.
-        foresee: a function that asks where calls stand.
-        expire: a function that ends them.
+    The first asks where calls stand, the second ends them.
     """
 
     __slots__ = ("_due", "_expire", "_foresee", "_handle", "_seconds")

@@ -45,10 +45,9 @@ class Carriers:
     def offer(self, known: Offer | None) -> None:
         """Begin to find out which carrier it is. For the caller.
 
-        Args:
-            known: what the same process has told on an earlier connection of its tensor sockets.
-                So the first tensor does not need torch's connection: a router that has forgotten
-                the earlier connection has perhaps forgotten that one too, for good.
+        `known` is what the same process has told on an earlier connection of its tensor sockets.
+        So the first tensor does not need torch's connection: a router that has forgotten the
+        earlier connection has perhaps forgotten that one too, for good.
         """
         self.shared.offer()
         if known is not None:

@@ -137,7 +137,7 @@ class Port:
             stream = await self.open(connected, purpose, peer)
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
-            self._start(splice(stream, PlainStream(ours)))
+            self.start(splice(stream, PlainStream(ours)))
             return theirs
 
         return await await_on(self._loop, splice_on_loop())
@@ -202,18 +202,8 @@ class Port:
             found.close()
         return found
 
-    def start(
-        self, coroutine: Coroutine[Any, Any, None], accepted: socket.socket
-    ) -> "asyncio.Task[None]":
-        """Return a task with a connection, which is cancelled by `close`.
-
-        The connection is closed at the end of the task.
-        """
-        task = self._start(coroutine)
-        task.add_done_callback(lambda _: accepted.close())  # it may not have begun
-        return task
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Return a task with a connection, which is cancelled by `close`."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -232,7 +222,7 @@ class Port:
             if task.cancelled():  # it may not have begun
                 accepted.close()
 
-        task = self._start(self._admit(accepted, host, purpose))
+        task = self.start(self._admit(accepted, host, purpose))
         self._strangers.add(task, host, task.cancel)
         task.add_done_callback(on_end)
 

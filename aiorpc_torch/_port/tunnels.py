@@ -117,9 +117,9 @@ class _Tunnel:
         # their code in this process. So a bound in number would bound nothing.
         is_first, self._is_first = self._is_first, False
         prepare(accepted)
-        task = self._port.start(self._pass(accepted, is_first), accepted)
+        task = self._port.start(self._pass(accepted, is_first))
         self._tasks[task] = accepted
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(lambda task: self._tasks.pop(task).close())  # it may not have begun
 
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
         change = _readdressing(self._old, self._new) if is_first else None
