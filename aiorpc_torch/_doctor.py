@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._aio.open_files import FILES_OF_PEER, OTHER_FILES
+from ._aio.host import FILES_OF_PEER, OTHER_FILES
 from ._children.local import local_world
 from ._client.api import call
 from ._port import network

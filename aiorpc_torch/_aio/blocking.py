@@ -29,9 +29,6 @@ class BlockingCall(Generic[T]):
         function: the function.
         text: text of `Blocked` outside of `blocking_on`.
         undo: takes, in a thread, a result that came after the call was given up.
-
-    Attributes:
-        ended: a future that is done when the function has returned, and `undo` too.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class BlockingCall(Generic[T]):
         # The thread sets it or this end cancels it: one of both, so that no result is lost.
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._texts = [text]
-        self.ended = self._in_thread(self._run)
+        self.ended = self._in_thread(self._run)  # done when `undo` has returned, too
 
     @property
     def text(self) -> str:

@@ -149,22 +149,16 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
 
 
 class _BlockDeadline(float):
-    """The deadline of a block, which may be that of an enclosing one.
-
-    Attributes:
-        task: the task of the block, None when it is over.
-        call: what asks where the call stands that the task waits for, before the deadline, what
-            ends it at the deadline, and their arguments.
-        enclosing: the deadline around the block.
-        is_void: True once the block was left in another context, where it cannot be reset.
-    """
+    """The deadline of a block, which may be that of an enclosing one."""
 
     __slots__ = ("call", "enclosing", "is_void", "task")
 
-    task: asyncio.Task[Any] | None
+    task: asyncio.Task[Any] | None  # of the block, None when it is over
+    # Of the call that the task waits for: what asks where it stands, before the deadline, what ends
+    # it at the deadline, and their arguments.
     call: tuple[Callable[..., object], Callable[..., object], Any] | None
-    enclosing: float | None
-    is_void: bool
+    enclosing: float | None  # the deadline around the block
+    is_void: bool  # True once the block was left in another context, where it cannot be reset
 
     def cancel(self) -> None:
         """Forget the call: it has ended."""
@@ -203,10 +197,7 @@ def call_at(
 class ForeseenTimer:
     """A timer of the running loop: `foresee(seconds)` shortly before, `expire(seconds)` at its end.
 
-    Args:
-        seconds: its time.
-        foresee: a function that asks where calls stand.
-        expire: a function that ends them.
+    The first asks where calls stand, the second ends them.
     """
 
     __slots__ = ("_due", "_expire", "_foresee", "_handle", "_seconds")
@@ -294,9 +285,8 @@ def seconds_left() -> float | None:
     return time_left(_found_deadline())
 
 
-def set_deadline(deadline: float | None) -> None:
-    """Set the deadline of the current context, on the callee: the caller's."""
-    _deadline.set(deadline)
+set_deadline = _deadline.set
+"""Set the deadline of the current context, on the callee: the caller's."""
 
 
 def in_seconds(seconds: float) -> str:

@@ -134,9 +134,7 @@ def run_in_method(function: Callable[..., T], *args: Any) -> T:
 def end_fork_since(before: int, exc: BaseException | None = None) -> None:
     """End this process if a worker has forked it since `generation` was `before`.
 
-    Args:
-        before: the former generation.
-        exc: how the code has ended that has forked.
+    `exc` has ended the code that has forked.
     """
     if generation == before:
         return
@@ -148,21 +146,19 @@ def end_fork_since(before: int, exc: BaseException | None = None) -> None:
 def _end_after_step(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[object] | None") -> None:
     """End this fork before its copy of the event loop runs another callback.
 
-    Args:
-        loop: the loop, in whose thread this is.
-        task: the task that has forked; its failure gives the exit code.
+    The failure of the task that has forked gives the exit code.
     """
-    loop.call_soon(_end_of, task)
+
+    def end() -> None:
+        has_ended = task is not None and task.done() and not task.cancelled()
+        failure = task.exception() if task is not None and has_ended else None
+        force_exit(0 if failure is None else exit_code(failure))
+
+    loop.call_soon(end)
     queue = getattr(loop, "_ready", None)
     if queue is None:  # uvloop gives its queue no name in Python
         queue = next((each for each in gc.get_referents(loop) if type(each) is deque), deque())
     queue.rotate(1)  # what was added last comes first
-
-
-def _end_of(task: "asyncio.Task[object] | None") -> None:
-    has_ended = task is not None and task.done() and not task.cancelled()
-    failure = task.exception() if task is not None and has_ended else None
-    force_exit(0 if failure is None else exit_code(failure))
 
 
 # ── at a fork ───────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +183,14 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     global _forked_from, _worker, generation
-    _close_all()
+    for owner, descriptor in list(_descriptors.items()):
+        if isinstance(owner, Connection):
+            owner.close()
+            continue
+        is_closed = owner.fileno() < 0 if isinstance(owner, socket.socket) else owner.is_closing()
+        if not is_closed:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
     worker, _worker = _worker, None
     if worker is not None:
         _forked_from = worker.name
@@ -220,17 +223,6 @@ def _take_life() -> None:
     with contextlib.suppress(BlockingIOError):  # the worker lives
         if not os.read(_life, 1):
             os._exit(1)
-
-
-def _close_all() -> None:
-    for owner, descriptor in list(_descriptors.items()):
-        if isinstance(owner, Connection):
-            owner.close()
-            continue
-        is_closed = owner.fileno() < 0 if isinstance(owner, socket.socket) else owner.is_closing()
-        if not is_closed:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -57,7 +57,12 @@ def check_interpreter() -> None:
     Torch's threads, those of plain methods and the event loop share state without locks: deques,
     dictionaries and flags that are safe to share only with the GIL.
     """
-    missing = [name for owner, name in PRIVATE_NAMES if not _has(owner, name)]
+    missing: list[str] = []
+    for owner, name in PRIVATE_NAMES:
+        try:
+            operator.attrgetter(name)(owner)
+        except AttributeError:
+            missing.append(name)
     if missing:
         raise ImportError(
             f"aiorpc_torch {__version__} supports CPython {SUPPORTED}; "
@@ -69,15 +74,6 @@ def check_interpreter() -> None:
             f"aiorpc_torch {__version__} is not safe without the GIL, which this free-threaded "
             f"Python has disabled. Set PYTHON_GIL=1, or {SWITCH}=1 to run it at your own risk"
         )
-
-
-def _has(owner: Any, name: str) -> bool:
-    """Return whether an object has the attribute of a dotted name."""
-    try:
-        operator.attrgetter(name)(owner)
-    except AttributeError:
-        return False
-    return True
 
 
 check_interpreter()

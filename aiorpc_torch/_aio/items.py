@@ -32,7 +32,14 @@ class ItemIterator(AsyncIterator[R]):
         if self._is_awaited:
             raise RuntimeError(f"another task waits for the next {self._KIND}")
         if self._is_cut_short:
-            raise cut_short(repr(self))
+            # The wait that was cancelled has ended the call, as it ends an async generator. Such a
+            # one then seems to be over, and what was to come is lost without a word.
+            raise RuntimeError(
+                f"{self!r} has ended: a wait for its next item was cancelled, by "
+                "`asyncio.wait_for`, say. To wait with a time limit make `task = "
+                "asyncio.ensure_future(anext(items))` once, and "
+                "`await asyncio.wait([task], timeout=...)` until it is done"
+            )
         if self._is_over:
             raise StopAsyncIteration
         self._is_awaited = True
@@ -51,19 +58,6 @@ class ItemIterator(AsyncIterator[R]):
         """Stop the call. A remote generator is closed: its `finally` runs. `break` does so too."""
         self._is_over, self._is_cut_short = True, False
         self._stop()
-
-
-def cut_short(what: str) -> RuntimeError:
-    """Return the error of an `anext` after one whose wait was cancelled.
-
-    The first ends `what`, as it ends an async generator. Such a one then seems to be over, and what
-    was to come is lost without a word.
-    """
-    return RuntimeError(
-        f"{what} has ended: a wait for its next item was cancelled, by `asyncio.wait_for`, say. To "
-        "wait with a time limit make `task = asyncio.ensure_future(anext(items))` once, and "
-        "`await asyncio.wait([task], timeout=...)` until it is done"
-    )
 
 
 def has_passed(deadline: float | None) -> bool:

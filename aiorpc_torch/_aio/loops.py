@@ -1,9 +1,10 @@
-"""Event loops: the fastest one there is, and steps on one from whatever thread."""
+"""Event loops: the fastest one there is, one in a thread, and what acts on one from elsewhere."""
 
 import asyncio
 import contextlib
 import importlib
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from .fork import check_not_forked
@@ -53,3 +54,92 @@ async def await_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, An
         coroutine.close()
         raise
     return await asyncio.wrap_future(running)
+
+
+class LoopThread:
+    """A thread whose event loop runs `serve()`, which returns once `closing` is set."""
+
+    def __init__(self, name: str, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.loop = asyncio.new_event_loop()  # closed when the thread has ended
+        self.closing = asyncio.Event()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(serve())
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread: what `serve` uses is there."""
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Set `closing`, and wait until the thread has ended. In any other thread."""
+        call_soon(self.loop, self.closing.set)
+        self._thread.join(timeout)
+
+
+class Wakeup:
+    """A flag that one task waits for. Confined to one event loop."""
+
+    __slots__ = ("_is_set", "waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self.waiter: asyncio.Future[None] | None = None  # of the task that waits
+
+    def is_awaited(self) -> bool:
+        """Return whether a task waits."""
+        return self.waiter is not None
+
+    def set(self) -> None:
+        """Wake the waiting task, or the next that waits."""
+        self._is_set = True
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until `set` is called, unless it was since the last wait.
+
+        Raises:
+            NotInWorld: in a fork of a worker's process, where nothing arrives.
+        """
+        if not self._is_set:
+            check_not_forked()
+            self.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiter
+            finally:
+                self.waiter = None
+        self._is_set = False
+
+
+Interrupt = Callable[[BaseException], None]
+"""Ends a block with an exception, if it still runs; the first exception counts. On its loop."""
+
+
+@contextlib.asynccontextmanager
+async def interruptible() -> AsyncIterator[Interrupt]:
+    """Yield a function that ends the block early: the block then raises what it was given.
+
+    Inside, the interruption is one cancellation. (A scope of anyio would cancel each further await
+    too, also those with which a user's block cleans up.)
+    """
+    failure: BaseException | None = None
+
+    def interrupt(exc: BaseException) -> None:
+        nonlocal failure
+        if failure is None:
+            failure = exc
+            with contextlib.suppress(RuntimeError):  # the block has ended
+                block.reschedule(0.0)
+
+    # Never used for time: `asyncio.timeout` is the standard library's way to end a block.
+    block = asyncio.timeout(None)
+    try:
+        async with block:
+            yield interrupt
+    except TimeoutError:
+        if failure is None or not block.expired():
+            raise
+        raise failure from failure.__cause__  # this timeout is not shown

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
-from .loop_lag import is_of_user, outwards
+from .own_frames import LIBRARY, is_of_user, outwards
 from .tasks import StepContext, warn_if_blocking
 
 MOST_LINES = 6
 MOST_TASKS = 64  # that one task is followed to
+MOST_FRAMES = 40  # of the stack of a thread
 
-_LIBRARY = str(Path(__file__).parents[1])
 _ASYNCIO = str(Path(asyncio.__file__).parent)
 _LOCKS = locks.__file__
 _NAMES: dict[type, tuple[str, str]] = {
@@ -150,35 +150,53 @@ def lines_of(frames: Sequence[FrameType]) -> tuple[list[Line], str]:
     """
     own = [at for at, each in enumerate(frames) if is_of_user(each.f_code.co_filename)]
     lines = [_line(frames[at]) for at in own]
-    inside = (each for each in frames[own[-1] + 1 if own else 0 :] if _is_told(each))
-    name = next((_name(each) for each in inside), "")
+    name = ""
+    for each in frames[own[-1] + 1 if own else 0 :]:
+        code = each.f_code
+        if not code.co_filename.startswith(LIBRARY) and not code.co_name.startswith("_"):
+            name = code.co_qualname  # of a function of Python that users know
+            break
     return [*lines[:1], *lines[1:][-MOST_LINES + 1 :]], name
 
 
 def lines_of_loop(thread: int) -> list[Line]:
     """Return the lines at which the thread of an event loop stands, none if it waits for events."""
-    frames = [*outwards(sys._current_frames().get(thread))][::-1]
-    driven = (at for at, each in enumerate(frames) if _drives(each))
-    return lines_of(frames[max(driven, default=-1) + 1 :])[0]
-
-
-def _drives(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code is warn_if_blocking.__code__ or code.co_filename.startswith(_ASYNCIO)
-
-
-def _is_told(frame: FrameType) -> bool:
-    """Return whether a frame is of a function of Python that users know."""
-    code = frame.f_code
-    return not code.co_filename.startswith(_LIBRARY) and not code.co_name.startswith("_")
+    found: list[FrameType] = []
+    for each in outwards(sys._current_frames().get(thread)):
+        code = each.f_code
+        if code is warn_if_blocking.__code__ or code.co_filename.startswith(_ASYNCIO):
+            break  # it drives what is inside of it
+        found.insert(0, each)
+    return lines_of(found)[0]
 
 
 def _line(frame: FrameType) -> Line:
-    return Line(_name(frame), frame.f_code.co_filename, frame.f_lineno or 0)
+    return Line(frame.f_code.co_qualname, frame.f_code.co_filename, frame.f_lineno or 0)
 
 
-def _name(frame: FrameType) -> str:
-    return frame.f_code.co_qualname
+# ── threads ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class ThreadStack(NamedTuple):
+    """The stack of a thread."""
+
+    function: str  # name of the method that runs, or of the innermost function of a user's code
+    frames: Sequence[str]  # as text, the innermost first
+
+
+def stack_of_thread(thread: int) -> ThreadStack | None:
+    """Return the stack of the thread with that identifier, None if it has ended."""
+    if (frame := sys._current_frames().get(thread)) is None:
+        return None
+    frames = [*outwards(frame)]
+    for each in frames:
+        if each.f_code is warn_if_blocking.__code__:  # a coroutine of ours: it has a name
+            function = str(each.f_locals.get("name", "?"))
+            break
+    else:
+        own = (each for each in frames if is_of_user(each.f_code.co_filename))
+        function = next(own, frame).f_code.co_qualname
+    return ThreadStack(function, [str(_line(each)) for each in frames[:MOST_FRAMES]])
 
 
 # ── locks ───────────────────────────────────────────────────────────────────────────────────────
@@ -196,16 +214,15 @@ def holds_lock(chain: Chain, lock: Any) -> bool:
     """Return whether a task is inside of `async with lock`. False if it has called `acquire`."""
     if awaited_lock(chain) is lock:
         return False
-    return any(_exits(each, lock) for each in chain.awaited)
-
-
-def _exits(awaited: Any, lock: Any) -> bool:
-    # The block keeps `lock.__aexit__` on the stack of its frame, from CPython 3.14 on in two parts.
-    found = gc.get_referents(awaited)
-    exits = [each for each in found if getattr(each, "__name__", "") == "__aexit__"]
-    return any(getattr(each, "__self__", None) is lock for each in exits) or (
-        bool(exits) and any(each is lock for each in found)
-    )
+    for awaited in chain.awaited:
+        # The block keeps `lock.__aexit__` on the stack of its frame, from CPython 3.14 on in two
+        # parts.
+        found = gc.get_referents(awaited)
+        exits = [each for each in found if getattr(each, "__name__", "") == "__aexit__"]
+        owners = [getattr(each, "__self__", None) for each in exits]
+        if exits and any(each is lock for each in [*owners, *found]):
+            return True
+    return False
 
 
 def is_at_lock(frame: FrameType) -> bool:

@@ -34,19 +34,12 @@ class SegmentLost(SegmentError):
 
 
 class SegmentName(NamedTuple):
-    """The name of a segment for other processes.
+    """The name of a segment for other processes."""
 
-    Attributes:
-        pid: Process that made it.
-        descriptor: Its descriptor there.
-        inode: Its inode; the descriptor may be reused for another file.
-        size: Its bytes.
-    """
-
-    pid: int
-    descriptor: int
-    inode: int
-    size: int
+    pid: int  # of the process that made it
+    descriptor: int  # in that process
+    inode: int  # the descriptor may be reused for another file
+    size: int  # bytes
 
 
 def is_supported() -> bool:
@@ -117,11 +110,7 @@ def advise_huge_pages(address: int, size: int) -> None:
 class Segment:
     """A segment of this process. Its descriptor is closed with the object.
 
-    Args:
-        size: Bytes of the segment. Memory is taken as it is written.
-
-    Raises:
-        OSError: if there is no memory or no descriptor for it.
+    Memory is taken as it is written. Raises OSError if there is no memory or no descriptor.
     """
 
     __slots__ = ("__weakref__", "_mapping", "name")
@@ -134,9 +123,6 @@ class Segment:
         self._mapping = Mapping(descriptor, size, mmap.MAP_SHARED)
         self.name = SegmentName(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
 
-    def __repr__(self) -> str:
-        return f"<Segment {self.name}>"
-
     def buffer(self) -> Buffer:
         """Return the memory, to be written."""
         return self._mapping.buffer()
@@ -144,16 +130,14 @@ class Segment:
     def private_buffer(self) -> Buffer:
         """Return the memory in a mapping in which what is written stays; it needs no descriptor.
 
-        Raises:
-            OSError: if this process has no address space for it.
+        Raises OSError if this process has no address space for it.
         """
         return Mapping(self.name.descriptor, self.name.size, mmap.MAP_PRIVATE).buffer()
 
     def write(self, offset: int, address: int, size: int) -> None:
         """Copy `size` bytes of memory to `offset`. Releases the GIL.
 
-        Raises:
-            ValueError: if they do not fit.
+        Raises ValueError if they do not fit.
         """
         if not 0 <= offset <= self.name.size - size:
             raise ValueError(f"{size} bytes at {offset} exceed a segment of {self.name.size}")
@@ -163,24 +147,13 @@ class Segment:
 def map_segment(name: SegmentName, *, private: bool) -> Mapping:
     """Map a segment of another process, or of this one, for reading and writing.
 
-    Args:
-        name: The segment.
-        private: True if what is written stays in this mapping.
+    What is written stays in this mapping if it is `private`.
 
     Raises:
         SegmentLost: if the process that made it has ended.
         SegmentError: if there is no such segment, or a smaller one.
         OSError: if this process has no descriptor or no address space for it.
     """
-    descriptor = _open(name)
-    try:
-        return Mapping(descriptor, name.size, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
-    finally:
-        os.close(descriptor)
-
-
-def _open(name: SegmentName) -> int:
-    """Return a descriptor of a segment, after checks that it is that segment."""
     path = f"/proc/{name.pid:d}/fd/{name.descriptor:d}"
     try:
         _check(name, os.stat(path))  # before `open`, which may act on a device
@@ -192,10 +165,9 @@ def _open(name: SegmentName) -> int:
         _check(name, os.fstat(descriptor))
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise SegmentError(f"segment {name} may shrink")
-    except BaseException:
+        return Mapping(descriptor, name.size, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _has_ended(pid: int) -> bool:
@@ -218,10 +190,6 @@ class Probe:
 
     One trial finds all reasons alike why a peer cannot: another user or process namespace, a
     process that is not dumpable, a system without memfd.
-
-    Attributes:
-        name: The segment's name, for `read_probe` of the peer.
-        secret: Its content.
     """
 
     def __init__(self) -> None:
@@ -229,7 +197,7 @@ class Probe:
         self._segment = Segment(mmap.PAGESIZE)
         content = ctypes.create_string_buffer(self.secret)
         self._segment.write(0, ctypes.addressof(content), _SECRET)
-        self.name = self._segment.name
+        self.name = self._segment.name  # for `read_probe` of the peer
 
 
 def read_probe(name: SegmentName) -> bytes:

@@ -1,8 +1,9 @@
-"""SIGTERM and Ctrl-C in a worker: graceful at first, and a forced exit at the second Ctrl-C."""
+"""Ends of this process: SIGTERM, Ctrl-C, a forced exit, and an exit beside threads that run."""
 
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -32,21 +33,17 @@ def graceful_signals(
     """
     previous = signal.getsignal(signal.SIGINT)
     is_ignored = previous is signal.SIG_IGN
+    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 to
+    # 3.14. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
+    method = previous.func if isinstance(previous, functools.partial) else None
+    is_asyncios = isinstance(getattr(method, "__self__", None), asyncio.Runner)
     in_main = threading.current_thread() is threading.main_thread()
-    if not wanted or not in_main or not (is_ignored or _is_asyncios(previous)):
+    if not wanted or not in_main or not (is_ignored or is_asyncios):
         yield
         return
     ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous, on_stop)
     with _sigterm_cancels(on_stop), ctrl_c:
         yield
-
-
-def _is_asyncios(handler: Any) -> bool:
-    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 to
-    # 3.14. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
-    return isinstance(handler, functools.partial) and isinstance(
-        getattr(handler.func, "__self__", None), asyncio.Runner
-    )
 
 
 _is_sigterm_ours = False
@@ -155,3 +152,31 @@ def force_exit(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
+
+
+def has_threads() -> bool:
+    """Return whether a thread of the library runs."""
+    return any(each.name.startswith("aiorpc-") for each in threading.enumerate())
+
+
+def abandon_threads() -> None:
+    """Let this process end beside threads of the library, say in a plain `def` that computes.
+
+    Until CPython 3.13, Python unwinds a thread that returns to it after its end. A torch operator
+    cannot be unwound, so C++ aborts the process: "terminate called without an active exception",
+    code 134. In CPython 3.14 such a thread hangs until the process has ended, and so it does here.
+    Nothing is raised in the thread, which may hold a lock that an exit function needs, say a log
+    handler's. Python code that C++ has called, such as a custom backward, is not protected: the
+    frames of C++ around it are unwound. (tests/unit/aio/test_process_exit.py)
+
+    Call it from an exit function. Python ends as usual: exit functions, streams, exit code. C++'s
+    exit functions do not run: they free what the threads use, and join threads of torch.
+    """
+    # Linux with glibc and libstdc++; elsewhere the process ends as it may.
+    with contextlib.suppress(OSError, AttributeError):
+        libc, cxx = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
+        set_terminate = cxx["_ZSt13set_terminatePFvvE"]
+        set_terminate(ctypes.cast(libc.pause, ctypes.c_void_p))
+        # The last one runs first: C's streams are flushed, then the process ends with its code.
+        libc.on_exit(libc._exit, None)
+        libc.on_exit(libc.fcloseall, None)

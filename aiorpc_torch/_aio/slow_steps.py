@@ -42,22 +42,18 @@ class SlowSteps:
             method.seconds += seconds
             return
         more = f"; {method.steps} more steps of it, {method.seconds:.2f} s in all, were not logged"
-        _warn(name, seconds, more if method.steps else "")
+        log.warning(
+            "%s held the event loop for %.2f s: nothing else was served meanwhile. "
+            "A plain `def` would run in a thread%s",
+            printable(name),
+            seconds,
+            more if method.steps else "",
+        )
         method.warned, method.steps, method.seconds = now, 0, 0.0
 
     def counts(self) -> dict[str, tuple[int, float]]:
         """Return the number of slow steps and the seconds of the longest, by method."""
         return {name: (each.number, each.longest) for name, each in [*self._methods.items()]}
-
-
-def _warn(name: str, seconds: float, more: str) -> None:
-    log.warning(
-        "%s held the event loop for %.2f s: nothing else was served meanwhile. "
-        "A plain `def` would run in a thread%s",
-        printable(name),
-        seconds,
-        more,
-    )
 
 
 slow_steps = SlowSteps()

@@ -6,8 +6,6 @@ order of arrival nor how long a thread is busy.
 """
 
 import asyncio
-import contextlib
-import functools
 import os
 import queue
 import threading
@@ -83,8 +81,13 @@ class DaemonThreadPool:
     def _run_rest(self) -> None:
         """Run the tasks that wait in a new thread. Called with the lock held."""
         tasks, self._tasks = self._tasks, deque()
+
+        def run() -> None:
+            self._initializer()
+            while tasks:
+                tasks.popleft()()
+
         if tasks:
-            run = functools.partial(_run_in_turn, tasks, self._initializer)
             threading.Thread(target=run, name="aiorpc-def-late", daemon=True).start()
 
     def _wake(self, step: Callable[[Inbox], None]) -> bool:
@@ -144,12 +147,6 @@ class DaemonThreadPool:
         self._run_tasks(inbox)
 
 
-def _run_in_turn(tasks: deque[Task], initializer: Task) -> None:
-    initializer()
-    while tasks:
-        tasks.popleft()()
-
-
 def join_all(threads: Iterable[threading.Thread], timeout: float) -> None:
     """Wait for these threads to end, for at most `timeout` seconds in all."""
     end = time.monotonic() + timeout
@@ -164,11 +161,7 @@ async def run_in_thread(
 
     When this returns, the thread holds neither the function nor its result: a thread that frees a
     tensor while Python ends aborts the process. (torch 2.15, Python 3.11)
-
-    Args:
-        function: the function.
-        name: name of the new thread.
-        start: gives the function a thread of a pool instead of a new one.
+    `start` gives the function a thread of a pool instead of a new one.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -234,23 +227,21 @@ class ThreadCache:
             threading.Thread(target=self._run, args=([task],), name=self._name, daemon=True).start()
 
     def _run(self, first: list[Task]) -> None:
-        task: Task | None = first.pop()
+        task = first.pop()
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        while task is not None:
+        while True:
             task()
             del task  # an idle thread must not keep its last arguments alive
             with self._lock:
                 self._idle.append(tasks)
-            task = self._next(tasks)
-
-    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
-        with contextlib.suppress(queue.Empty):
-            return tasks.get(timeout=self._idle_timeout)
-        with self._lock:
-            if tasks in self._idle:
-                self._idle.remove(tasks)
-                return None
-        return tasks.get()  # a task is put at this moment
+            try:
+                task = tasks.get(timeout=self._idle_timeout)
+            except queue.Empty:
+                with self._lock:
+                    if tasks in self._idle:
+                        self._idle.remove(tasks)
+                        return
+                task = tasks.get()  # it is put at this moment
 
 
 memory_threads = ThreadCache("aiorpc-memory")

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 from .._text import printable
 
@@ -46,22 +45,15 @@ class WaitReport:
     def __enter__(self) -> "WaitReport":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._on_terminal and self._text:
             _write(_ERASE)
 
     @property
     def pause(self) -> float:
         """Return the seconds until what is awaited should be found out again."""
-        return min(TERMINAL_DELAY, self._first) if self._shows_nothing() else self._first
-
-    def _shows_nothing(self) -> bool:
-        return self._on_terminal and not self._text
+        shows_nothing = self._on_terminal and not self._text
+        return min(TERMINAL_DELAY, self._first) if shows_nothing else self._first
 
     def tell(self, text: str) -> None:
         """Report what is awaited, if it is time to. A peer may have chosen the text."""

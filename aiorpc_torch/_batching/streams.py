@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._aio.wakeup import Wakeup
+from .._aio.loops import Wakeup
 from .._handles.mistakes import OnlyIterated
 from .._torch.tree import tensors_in
 from .._wire.columns import SharedValue

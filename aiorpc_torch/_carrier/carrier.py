@@ -28,28 +28,19 @@ Handle = Callable[[bytes, Sequence[Tensor]], int]
 
 
 class Carrier(abc.ABC):
-    """One way for tensors. Confined to the event loop `loop`.
+    """One way for the tensors of a connection. Confined to its event loop.
 
-    Args:
-        wire: the connection.
-        loop: its event loop.
-        changed: is called when `can_send` may have changed.
-
-    Attributes:
-        NEWS: kind of the frames that tell the peer of this way.
-        FIELDS: makes the content of such a frame, a named tuple whose fields have defaults.
-        can_send: True if the peer can receive this way.
-        sent: number of messages sent this way.
+    `changed` is called when `can_send` may have changed.
     """
 
-    NEWS: ClassVar[int]
-    FIELDS: ClassVar[Callable[..., Any]]
+    NEWS: ClassVar[int]  # kind of the frames that tell the peer of this way
+    FIELDS: ClassVar[Callable[..., Any]]  # named tuple of their content, with defaults
 
     def __init__(
         self, wire: Wire, loop: asyncio.AbstractEventLoop, changed: Callable[[], object]
     ) -> None:
-        self.can_send = False
-        self.sent = 0
+        self.can_send = False  # True if the peer can receive this way
+        self.sent = 0  # messages
         self._wire = wire
         self._loop = loop
         self._changed = changed
@@ -102,9 +93,6 @@ class Carrier(abc.ABC):
     @abc.abstractmethod
     def has_work(self) -> bool:
         """Return whether the peer still needs this process to get a message."""
-
-    def drop_cancelled(self) -> None:  # noqa: B027 - most have nothing to do
-        """End, in the next iteration, what is sent for messages that are not wanted any more."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -15,26 +15,19 @@ from .tensor_sockets import Dial, Offer, TensorSockets
 
 
 class Carriers:
-    """The carriers of one end of a connection. Confined to the event loop `loop`.
+    """The carriers of one end of a connection. Confined to its event loop.
 
-    Args:
-        wire: the connection.
-        loop: its event loop.
-        opened: is called when a carrier was chosen.
-        dial: opens tensor sockets; None at the callee.
-
-    Attributes:
-        chosen: the carrier of what is sent, None while torch RPC carries it.
+    `opened` is called when a carrier was chosen. `dial` opens tensor sockets; None at the callee.
     """
 
     def __init__(
         self,
         wire: Wire,
         loop: asyncio.AbstractEventLoop,
-        opened: Callable[[], object] = lambda: None,
-        dial: Dial | None = None,
+        opened: Callable[[], object],
+        dial: Dial | None,
     ) -> None:
-        self.chosen: Carrier | None = None
+        self.chosen: Carrier | None = None  # of what is sent; None while torch RPC carries it
         self._opened = opened
         self._is_caller = dial is not None
         self.shared = SharedMemory(wire, loop, self._choose)
@@ -49,16 +42,12 @@ class Carriers:
             TRANSFERRED: partial(self.sockets.on_message, handle),
         }
 
-    def __repr__(self) -> str:
-        return f"<Carriers {self.shared!r}, {self.sockets!r}>"
-
     def offer(self, known: Offer | None) -> None:
         """Begin to find out which carrier it is. For the caller.
 
-        Args:
-            known: what the same process has told on an earlier connection of its tensor sockets.
-                So the first tensor does not need torch's connection: a router that has forgotten
-                the earlier connection has perhaps forgotten that one too, for good.
+        `known` is what the same process has told on an earlier connection of its tensor sockets.
+        So the first tensor does not need torch's connection: a router that has forgotten the
+        earlier connection has perhaps forgotten that one too, for good.
         """
         self.shared.offer()
         if known is not None:
@@ -82,8 +71,7 @@ class Carriers:
 
     def drop_cancelled(self) -> None:
         """End what is sent for messages that are not wanted any more."""
-        if self.chosen is not None:
-            self.chosen.drop_cancelled()
+        self.sockets.drop_cancelled()
 
     def close(self) -> None:
         """End both."""

@@ -40,26 +40,16 @@ class HostCopy:
         keep: what has to be kept until the transfer has arrived.
         soon: calls a function in the next iteration.
         close: is called once no further part may join.
-
-    Attributes:
-        lead: the part that is or was sent over the network.
     """
 
     def __init__(self, keep: object, soon: Soon, close: Callable[["HostCopy"], None]) -> None:
-        self.lead: Part | None = None
+        self.lead: Part | None = None  # which is or was sent over the network
         self._keep: object | None = keep
         self._soon = soon
         self._close = close
         self._waiting: list[Part] = []  # for the start, or for the lead's transfer to arrive
         self._adopting: list[Part] = []
         self._start_soon()
-
-    def __repr__(self) -> str:
-        return f"<HostCopy of {self.lead}, {len(self._waiting) + len(self._adopting)} others>"
-
-    def may_join(self) -> bool:
-        """Return whether the tensors that are sent cannot have been changed meanwhile."""
-        return self.lead is None or self.lead.is_wanted()
 
     def add(self, part: Part) -> None:
         """Let a part wait for the transfer."""
@@ -116,28 +106,22 @@ class HostCopy:
         self._close(self)
 
 
-class HostCopies:
-    """The transfers that parts may join, of the links of one event loop."""
+HostCopies = dict[Hashable, HostCopy]
+"""The transfers that parts may join, of the links of one event loop."""
 
-    def __init__(self) -> None:
-        self._copies: dict[Hashable, HostCopy] = {}
 
-    def __repr__(self) -> str:
-        return f"<HostCopies {[*self._copies.values()]}>"
+def join(copies: HostCopies, key: Hashable, keep: Any, soon: Soon) -> HostCopy:
+    """Return the transfer of a host and a content, a new one if there is none to join.
 
-    def join(self, key: Hashable, keep: Any, soon: Soon) -> HostCopy:
-        """Return the transfer of a host and a content, a new one if there is none to join.
+    While `keep` is kept, an equal key means an equal content.
+    """
 
-        Args:
-            key: the host and the content.
-            keep: what has to be kept so that an equal key means an equal content.
-            soon: calls a function in the next iteration.
-        """
-        found = self._copies.get(key)
-        if found is None or not found.may_join():
-            found = self._copies[key] = HostCopy(keep, soon, lambda copy: self._close(key, copy))
-        return found
+    def close(copy: HostCopy) -> None:
+        if copies.get(key) is copy:
+            del copies[key]
 
-    def _close(self, key: Hashable, copy: HostCopy) -> None:
-        if self._copies.get(key) is copy:
-            del self._copies[key]
+    found = copies.get(key)
+    # If the lead is not wanted, the tensors that are sent may have been changed meanwhile.
+    if found is None or not (found.lead is None or found.lead.is_wanted()):
+        found = copies[key] = HostCopy(keep, soon, close)
+    return found

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .._aio.entry_queue import EntryQueue
-from .._aio.memory_size import memory_size
+from .._aio.host import memory_size
 from .._aio.segments import Mapping
 from .memory_pool import MemoryPool, Piece
 
@@ -34,17 +34,7 @@ def memory_limit() -> int:
 
 
 class LoopMemory(Generic[M]):
-    """A pool of one event loop, confined to it.
-
-    Args:
-        loop: The event loop; it is not kept alive.
-        make: Returns new memory of so many bytes.
-        closed: Is called with each piece that is in the pool no more.
-
-    Attributes:
-        pool: The pool.
-        returned: Queue of pieces that a holder has let go. For any thread.
-    """
+    """A `MemoryPool` of one event loop, confined to it. The loop is not kept alive."""
 
     def __init__(
         self,
@@ -53,23 +43,18 @@ class LoopMemory(Generic[M]):
         closed: Callable[[Piece[M]], object] = lambda _: None,
     ) -> None:
         self.pool = MemoryPool(memory_limit(), make, closed)
+        # Of pieces that a holder has let go. For any thread.
         self.returned: EntryQueue[Piece[M]] = EntryQueue(loop, self.release)
         self._loop = weakref.ref(loop)
         self._is_trimming = False
-
-    def __repr__(self) -> str:
-        return f"<LoopMemory {self.pool!r}>"
+        self._lock = threading.Lock()  # `ReceiveMemory.take` runs in any thread
 
     def release(self, piece: Piece[M]) -> None:
         """Remove a holder."""
-        self.pool.release(piece, time.monotonic())
-        if not (piece.holders or self._is_trimming):
-            self._trim_in(IDLE_SECONDS)
-
-    def abandon(self, piece: Piece[M]) -> None:
-        """Remove a holder that may still use the memory, which is not used again."""
-        piece.is_reusable = False
-        self.release(piece)
+        with self._lock:
+            self.pool.release(piece, time.monotonic())
+            if not (piece.holders or self._is_trimming):
+                self._trim_in(IDLE_SECONDS)
 
     def _trim_in(self, seconds: float) -> None:
         if (loop := self._loop()) is not None and not loop.is_closed():
@@ -79,11 +64,12 @@ class LoopMemory(Generic[M]):
 
     def trim(self) -> None:
         """Give back what was not used for `IDLE_SECONDS`."""
-        self._is_trimming = False
-        now = time.monotonic()
-        oldest = self.pool.trim(now - IDLE_SECONDS)
-        if oldest is not None:
-            self._trim_in(oldest + IDLE_SECONDS - now + 0.01)
+        with self._lock:
+            self._is_trimming = False
+            now = time.monotonic()
+            oldest = self.pool.trim(now - IDLE_SECONDS)
+            if oldest is not None:
+                self._trim_in(oldest + IDLE_SECONDS - now + 0.01)
 
 
 def _trim(memory: "weakref.ref[LoopMemory[Any]]") -> None:
@@ -100,7 +86,6 @@ class ReceiveMemory(LoopMemory[Mapping]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop, Mapping.anonymous)
-        self._lock = threading.Lock()
         self.used: dict[int, weakref.ref[Any]] = {}  # what tensors lie in, by number of its piece
 
     def take(self, size: int) -> Any:
@@ -113,7 +98,10 @@ class ReceiveMemory(LoopMemory[Mapping]):
         with self._lock:
             piece = self.pool.acquire(size)
         if piece is None:
-            return _memory_of_torch(size)
+            tensor = torch.empty(size, dtype=torch.uint8)
+            buffer = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+            buffer.tensor = tensor  # type: ignore[attr-defined]
+            return buffer
         buffer, used, returned = piece.memory.buffer(), self.used, self.returned
 
         def let_go(_: object) -> None:
@@ -122,21 +110,6 @@ class ReceiveMemory(LoopMemory[Mapping]):
 
         used[piece.number] = weakref.ref(buffer, let_go)
         return buffer
-
-    def release(self, piece: Piece[Mapping]) -> None:
-        with self._lock:
-            super().release(piece)
-
-    def trim(self) -> None:
-        with self._lock:
-            super().trim()
-
-
-def _memory_of_torch(size: int) -> Any:
-    tensor = torch.empty(size, dtype=torch.uint8)
-    buffer = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    buffer.tensor = tensor  # type: ignore[attr-defined]
-    return buffer
 
 
 _received: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReceiveMemory]" = (

@@ -7,6 +7,7 @@ again: new pages cost more CPU than the bytes. (tests/unit/carrier/test_memory_p
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
@@ -28,30 +29,16 @@ def piece_size(size: int) -> int:
     return -(-size // step) * step
 
 
+@dataclass(slots=True, eq=False)
 class Piece(Generic[M]):
-    """A piece of memory.
+    """A piece of memory."""
 
-    Attributes:
-        number: its number in this process; numbers are never used again.
-        size: its bytes.
-        memory: what `make` has returned for it.
-        holders: number of those who write or read it.
-        is_reusable: False if it is not used again: a holder that has ended may still read it.
-        free_since: when its last holder let go.
-    """
-
-    __slots__ = ("free_since", "holders", "is_reusable", "memory", "number", "size")
-
-    def __init__(self, number: int, size: int, memory: M) -> None:
-        self.number = number
-        self.size = size
-        self.memory = memory
-        self.holders = 0
-        self.is_reusable = True
-        self.free_since = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Piece {self.number}, {self.size:,} bytes, {self.holders} holders>"
+    number: int  # in this process; never used again
+    size: int  # bytes
+    memory: M  # what `make` has returned
+    holders: int = 0  # number of those who write or read it
+    is_reusable: bool = True  # False: a holder that has ended may still read it
+    free_since: float = 0.0  # when its last holder let go
 
 
 # Of all pools: a message may be sent again once the pool of its piece is closed, beside messages in
@@ -67,9 +54,6 @@ class MemoryPool(Generic[M]):
         make: Returns new memory of so many bytes.
         closed: Is called with each piece that is in the pool no more.
         count: Maximum number of pieces.
-
-    Attributes:
-        total: Bytes of all pieces, free ones included.
     """
 
     def __init__(
@@ -79,16 +63,13 @@ class MemoryPool(Generic[M]):
         closed: Callable[[Piece[M]], object] = lambda _: None,
         count: int = MAX_PIECES,
     ) -> None:
-        self.total = 0
+        self.total = 0  # bytes of all pieces, free ones included
         self._limit = limit
         self._make = make
         self._closed = closed
         self._count = count
         self._pieces: dict[int, Piece[M]] = {}
         self._free: dict[int, list[Piece[M]]] = {}  # by size; the last one was used last
-
-    def __repr__(self) -> str:
-        return f"<MemoryPool {len(self)} pieces, {self.total:,} of {self._limit:,} bytes>"
 
     def __len__(self) -> int:
         """Return the number of pieces, free ones included."""
@@ -124,13 +105,11 @@ class MemoryPool(Generic[M]):
 
     def trim(self, before: float) -> float | None:
         """Free what is unused since `before` or longer; return since when another piece is."""
-        rest = None
         for piece in self._unused():
             if piece.free_since > before:
-                rest = piece.free_since
-                break
+                return piece.free_since
             self._give_back(piece)
-        return rest
+        return None
 
     def close(self) -> None:
         """Free all pieces, those with holders when they are let go; no further one is made."""

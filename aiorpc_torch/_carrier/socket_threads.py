@@ -7,7 +7,6 @@ The threads end when their socket is shut down. (tests/unit/carrier/test_socket_
 
 import contextlib
 import queue
-import select
 import socket
 import ssl
 import threading
@@ -15,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .._aio.flows import Flow, read_flow
+from .._aio.flows import Flow, end_when_silent, read_flow, retry_soon, set_options
 from .._aio.fork import close_on_fork
-from .._aio.silence import end_when_silent, retry_soon
+from .._aio.sockets import has_ended
 from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 
 SOCKETS = 2
@@ -59,9 +58,7 @@ class _SocketThreads:
     def add(self, sock: socket.socket, *, is_own: bool) -> None:
         """Use a connected socket; close it if there are enough, or no thread can be started.
 
-        Args:
-            sock: The socket.
-            is_own: True if this process has opened it.
+        It `is_own` if this process has opened it.
         """
         if self._is_closed or len(self._sockets) >= self._most:
             sock.close()
@@ -69,12 +66,14 @@ class _SocketThreads:
         close_on_fork(sock)
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
-            _set_options(sock)
+            end_when_silent(sock, SILENCE)
+            retry_soon(sock)
+            set_options(sock, TCP_NODELAY=1, TCP_NOTSENT_LOWAT=UNSENT)
         self._sockets.append(sock)
         try:
-            work = threading.Thread(target=self._run, args=(sock, is_own), name=self._name)
-            work.daemon = True
-            work.start()
+            threading.Thread(
+                target=self._run, args=(sock, is_own), name=self._name, daemon=True
+            ).start()
         except RuntimeError as exc:
             sock.close()
             self._failed(exc)
@@ -115,9 +114,7 @@ class _SocketThreads:
 class SocketSender(_SocketThreads):
     """Sends transfers on the sockets of one direction.
 
-    Args:
-        ended: Is told in a thread that no thread needs the tensors of a transfer any more.
-        failed: Is told in a thread that a socket has failed.
+    `ended` is told in a thread that no thread needs the tensors of a transfer any more.
     """
 
     def __init__(self, ended: Callable[[OutgoingTransfer], object], failed: Failed) -> None:
@@ -132,11 +129,7 @@ class SocketSender(_SocketThreads):
 
     def has_failed(self) -> bool:
         """Return whether the peer has closed a socket, or one has failed."""
-        poller = select.poll()
-        for sock in [*self._sockets]:
-            if (descriptor := sock.fileno()) >= 0:
-                poller.register(descriptor, select.POLLRDHUP)
-        return bool(poller.poll(0))
+        return has_ended(*self._sockets)
 
     def silence(self) -> float:
         """Return the longest time for which bytes that were sent are missing, in seconds."""
@@ -179,11 +172,8 @@ class SocketSender(_SocketThreads):
 class SocketReceiver(_SocketThreads):
     """Receives transfers on the sockets of one direction.
 
-    Args:
-        transfers: The transfers that come.
-        arrived: Is told in a thread the number of a transfer that has come whole, and whether
-            there was memory for it.
-        failed: Is told in a thread that a socket has failed.
+    `arrived` is told in a thread the number of a transfer that has come whole, and whether there
+    was memory for it.
     """
 
     def __init__(
@@ -214,24 +204,16 @@ class SocketReceiver(_SocketThreads):
         self, sock: socket.socket, number: int, size: int, offset: int, length: int, shared: bool
     ) -> None:
         memory = self._transfers.begin(number, size, offset, length, shared)
-        if memory is None:
-            _discard(sock, length)
+        if memory is None:  # the transfer was cancelled
+            scratch = memoryview(bytearray(min(length, _SCRATCH)))
+            for left in range(length, 0, -_SCRATCH):
+                _fill(sock, scratch[:left])
         else:
             _fill(sock, memory)
             del memory  # before it may be read, and freed
         outcome = self._transfers.end(number, length)
         if outcome is not None:
             self._arrived((number, outcome))
-
-
-def _set_options(sock: socket.socket) -> None:
-    """Set the options of a TCP socket."""
-    end_when_silent(sock, SILENCE)
-    retry_soon(sock)
-    options = {"TCP_NODELAY": 1, "TCP_NOTSENT_LOWAT": UNSENT}
-    for name, value in options.items():
-        if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
@@ -268,12 +250,3 @@ def _fill(sock: socket.socket, memory: memoryview, *, may_end: bool = False) -> 
             raise ConnectionResetError("a tensor socket has ended within a chunk")
         received += count
     return True
-
-
-def _discard(sock: socket.socket, length: int) -> None:
-    """Receive bytes of a cancelled transfer."""
-    scratch = memoryview(bytearray(min(length, _SCRATCH)))
-    while length:
-        part = scratch[:length]
-        _fill(sock, part)
-        length -= len(part)

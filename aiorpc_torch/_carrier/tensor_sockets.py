@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
+from .._aio.host import memory_size
 from .._aio.loops import call_soon
-from .._aio.memory_size import memory_size
 from .._aio.segments import Segment, SegmentError, SegmentName, map_segment, sharing_group
 from .._wire.blocks import Block, Place, ReadyMessage, Then, place, tensors_at
 from .._wire.frames import MAX_FRAME, TRANSFERRED, TRANSFERS, ProtocolError, frame
@@ -33,7 +33,7 @@ from .._wire.handshake import ARGUMENTS, RESULTS
 from .._wire.payloads import attach_data, detach_data
 from .._wire.plain import dump, reader
 from .carrier import Carrier, Handle, Wire
-from .host_copies import HostCopies, HostCopy
+from .host_copies import HostCopies, HostCopy, join
 from .memory import ReceiveMemory, receive_memory_of
 from .socket_threads import SOCKETS, SocketReceiver, SocketSender
 from .transfers import IncomingTransfers, OutgoingTransfer
@@ -70,26 +70,16 @@ segments."""
 
 
 class _News(NamedTuple):
-    """A TRANSFERS frame.
+    """A TRANSFERS frame."""
 
-    Attributes:
-        limit: bytes that may be under way to this end, None for no change.
-        host: id of processes that can map each other's segments; comes with a limit.
-        wants_sockets: whether the callee wants sockets for its results.
-        confirmed: transfers that have come to this end: the number, whether there is memory for
-            it, and the name of that for siblings.
-        dropped: numbers and sent bytes of transfers whose messages will not come.
-        adopted: transfers that a sibling of the peer has received, with the name of the memory.
-        released: transfers that no other sibling will adopt.
-    """
-
-    limit: int | None = None
-    host: str = ""
-    wants_sockets: bool = False
+    limit: int | None = None  # bytes that may be under way to this end, None for no change
+    host: str = ""  # id of processes that can map each other's segments; comes with a limit
+    wants_sockets: bool = False  # whether the callee wants sockets for its results
+    # Transfers that have come to this end: whether there is memory, its name for siblings.
     confirmed: Sequence[tuple[int, bool, SegmentName | None]] = ()
-    dropped: Sequence[tuple[int, int]] = ()
-    adopted: Sequence[tuple[int, SegmentName]] = ()
-    released: Sequence[int] = ()
+    dropped: Sequence[tuple[int, int]] = ()  # whose messages will not come; bytes that were sent
+    adopted: Sequence[tuple[int, SegmentName]] = ()  # which a sibling of the peer has received
+    released: Sequence[int] = ()  # which no other sibling will adopt
 
 
 _read_news = reader(_News)
@@ -102,14 +92,7 @@ def incoming_limit() -> int:
 
 
 class _Job(OutgoingTransfer):
-    """A message whose tensors are being sent; the part of a `HostCopy` while it has one.
-
-    Attributes:
-        is_wanted: returns whether the message is.
-        then: takes the message to send, or None, once.
-        copy: the transfer that it waits for, or leads.
-        is_adopting: True while the peer maps memory of a sibling.
-    """
+    """A message whose tensors are being sent; the part of a `HostCopy` while it has one."""
 
     def __init__(
         self,
@@ -123,10 +106,10 @@ class _Job(OutgoingTransfer):
         self.link = link
         self.content = (*block.contents,)
         self.frame = data
-        self.then: Then | None = then
+        self.then: Then | None = then  # takes the message to send, or None, once
         self.is_wanted = is_wanted
-        self.copy: HostCopy | None = None
-        self.is_adopting = False
+        self.copy: HostCopy | None = None  # which it waits for, or leads
+        self.is_adopting = False  # True while the peer maps memory of a sibling
 
     def send(self, *, is_shared: bool) -> None:
         self.is_shared = is_shared
@@ -173,18 +156,9 @@ _copies: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HostCopies]" = (
 
 
 class TensorSockets(Carrier):
-    """The tensor sockets of one end of a connection. Confined to the event loop `loop`.
+    """The tensor sockets of one end of a connection.
 
-    Args:
-        wire: the connection.
-        loop: its event loop.
-        changed: is called when the peer takes transfers, or takes none any more.
-        dial: opens sockets; None at the callee, for which the caller opens them.
-
-    Attributes:
-        taken: the last offer of the peer that this end has taken, None before.
-        last: number of the last transfer.
-        given_up: queue of arrivals whose messages are not sent.
+    `dial` opens sockets; it is None at the callee, for which the caller opens them.
     """
 
     NEWS, FIELDS = TRANSFERS, _News
@@ -194,24 +168,25 @@ class TensorSockets(Carrier):
         wire: Wire,
         loop: asyncio.AbstractEventLoop,
         changed: Callable[[], object],
-        dial: Dial | None = None,
+        dial: Dial | None,
     ) -> None:
         super().__init__(wire, loop, changed)
         self._dial = dial
         self._limit = incoming_limit()
         self._is_offered = False
         # Of what this end sends.
-        self.taken: Offer | None = None
+        self.taken: Offer | None = None  # the last one of the peer
         self._peer_limit = 0
         self._peer_host = ""  # of processes that can map each other's segments, "" for none
         self._exported: set[int] = set()  # unreleased transfers whose messages were not sent either
         self._reserved = 0  # bytes of memory at the peer
-        self.last = 0
+        self.last = 0  # number of the last transfer
         self._is_dropping = False
         self._waiting: deque[_Job] = deque()  # for memory at the peer
         self._jobs: dict[int, _Job] = {}  # all that the peer has not confirmed
         self._sender: SocketSender | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
+        # Of arrivals whose messages are not sent.
         self.given_up: EntryQueue[_Arrival] = EntryQueue(loop, self._on_given_up)
         # Of what it receives.
         self._receiver: SocketReceiver | None = None
@@ -219,9 +194,6 @@ class TensorSockets(Carrier):
         self._incoming = IncomingTransfers(self._limit, self._allocate)
         self._arrived: EntryQueue[tuple[int, bool]] = EntryQueue(loop, self._on_arrived)
         self._dialing: set[asyncio.Task[None]] = set()
-
-    def __repr__(self) -> str:
-        return f"<TensorSockets {len(self._jobs)} transfers out, {self._incoming!r}>"
 
     def has_work(self) -> bool:
         return bool(self._jobs)
@@ -251,8 +223,14 @@ class TensorSockets(Carrier):
             self._open(RESULTS)
         for each in news.confirmed:
             self._on_confirmed(*each)
-        for number, name in news.adopted:
-            self._adopt(number, name)
+        for number, name in news.adopted:  # map what a sibling has received: no transfer comes
+            try:
+                memory = map_segment(name, private=True).buffer()
+            except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
+                has_memory = False
+            else:
+                has_memory = self._incoming.adopt(number, memory, name.size)
+            self.tell("confirmed", (number, has_memory, None))
         for number, sent in news.dropped:  # also what was to be adopted
             self._incoming.drop(number, sent)
         for number in news.released:
@@ -321,20 +299,17 @@ class TensorSockets(Carrier):
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket, if the connection is open."""
+        is_own = self._dial is not None
         if not self._wire.is_open:
             sock.close()
+        elif (purpose == ARGUMENTS) == is_own:
+            self._open_sender().add(sock, is_own=is_own)
         else:
-            is_own = self._dial is not None
-            is_outgoing = (purpose == ARGUMENTS) == is_own
-            threads = self._open_sender() if is_outgoing else self._open_receiver()
-            threads.add(sock, is_own=is_own)
-
-    def _open_receiver(self) -> SocketReceiver:
-        if self._receiver is None:
-            failed = partial(call_soon, self._loop, self._on_failure)
-            self._memory = receive_memory_of(self._loop)
-            self._receiver = SocketReceiver(self._incoming, self._arrived.put, failed)
-        return self._receiver
+            if self._receiver is None:
+                failed = partial(call_soon, self._loop, self._on_failure)
+                self._memory = receive_memory_of(self._loop)
+                self._receiver = SocketReceiver(self._incoming, self._arrived.put, failed)
+            self._receiver.add(sock, is_own=is_own)
 
     def _open_sender(self) -> SocketSender:
         if self._sender is None:
@@ -417,8 +392,8 @@ class TensorSockets(Carrier):
                 continue
             # Together with others for the host of the peer. The storages in the content must not be
             # freed: others would get their addresses.
-            copies = _copies.setdefault(self._loop, HostCopies())
-            job.copy = copies.join((self._peer_host, job.content), job.sources, self._soon)
+            copies, key = _copies.setdefault(self._loop, {}), (self._peer_host, job.content)
+            job.copy = join(copies, key, job.sources, self._soon)
             job.copy.add(job)
 
     def send_transfer(self, job: _Job) -> None:
@@ -453,7 +428,13 @@ class TensorSockets(Carrier):
         if not (job.is_adopting or job.is_complete or job.is_cancelled):
             raise ProtocolError(f"transfer {number} cannot have arrived")
         if job.is_adopting and not has_memory:
-            self._send_unadopted(job)
+            # The peer could not map the memory of its sibling: send over the network.
+            lead = None if job.copy is None else job.copy.lead
+            if isinstance(lead, _Job) and lead.link._wire.is_open:  # it will not map any memory
+                self._peer_host = ""
+            job.is_adopting = False
+            job.leave_copy()
+            self.send_transfer(job)
             return
         del self._jobs[number]
         arrival = _Arrival(job)  # given up at once without memory
@@ -481,15 +462,6 @@ class TensorSockets(Carrier):
         elif name is not None:  # it was cancelled meanwhile: the others have another lead
             job.free()
 
-    def _send_unadopted(self, job: _Job) -> None:
-        """Send over the network what the peer could not map at its sibling."""
-        lead = None if job.copy is None else job.copy.lead
-        if isinstance(lead, _Job) and lead.link._wire.is_open:  # it will not map any memory
-            self._peer_host = ""
-        job.is_adopting = False
-        job.leave_copy()
-        self.send_transfer(job)
-
     def _send_message(self, arrival: _Arrival, data: bytes) -> None:
         arrival.given_up = None
         self._wire.write(data)
@@ -502,6 +474,7 @@ class TensorSockets(Carrier):
         self.free(arrival.number, arrival.size)
 
     def drop_cancelled(self) -> None:
+        """End, in the next iteration, what is sent for messages that are not wanted any more."""
         if self._jobs and not self._is_dropping:
             self._is_dropping = True
             self._loop.call_soon(self._drop_cancelled)
@@ -558,16 +531,6 @@ class TensorSockets(Carrier):
         number, has_memory = arrived
         segment = self._incoming.segment(number)
         self.tell("confirmed", (number, has_memory, segment and segment.name))
-
-    def _adopt(self, number: int, name: SegmentName) -> None:
-        """Map what a sibling has received, in place of a transfer."""
-        try:
-            memory = map_segment(name, private=True).buffer()
-        except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
-            self.tell("confirmed", (number, False, None))
-        else:
-            has_space = self._incoming.adopt(number, memory, name.size)
-            self.tell("confirmed", (number, has_space, None))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,14 +5,16 @@ names its transfer and its position, so it may travel on any socket. Transfers t
 once share the sockets chunk by chunk. (tests/unit/carrier/test_transfers.py)
 """
 
+import contextlib
 import ctypes
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .._aio.segments import Segment
-from .._wire.blocks import Block, Source
+from .._wire.blocks import Block
 from .._wire.buffers import ALIGNMENT
 from .._wire.frames import ProtocolError
 
@@ -34,29 +36,18 @@ _PADDING = bytes(ALIGNMENT)
 
 
 class OutgoingTransfer:
-    """The tensors of one message, which several threads send chunk by chunk. For any thread.
-
-    Attributes:
-        number: Number of the transfer on its connection.
-        size: Bytes of the transfer.
-        sources: Its tensors, until no thread needs them.
-        started: Bytes of the chunks that were taken.
-        is_shared: True if processes of the receiver's host map its memory.
-        is_cancelled: True if no further chunk is taken.
-    """
+    """The tensors of one message, which several threads send chunk by chunk. For any thread."""
 
     def __init__(self, number: int, block: Block) -> None:
-        self.number = number
-        self.size = block.size
-        self.started = 0
-        self.is_shared = self.is_cancelled = False
-        self.sources = block.sources
+        self.number = number  # on its connection
+        self.size = block.size  # bytes
+        self.started = 0  # bytes of the chunks that were taken
+        self.is_shared = False  # True if processes of the receiver's host map its memory
+        self.is_cancelled = False  # True if no further chunk is taken
+        self.sources = block.sources  # its tensors, until no thread needs them
         self._next = 0  # index of the source that the next chunk begins with
         self._in_progress = 0  # chunks that were taken and are not sent
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<OutgoingTransfer {self.number}: {self.started:,} of {self.size:,} bytes>"
 
     @property
     def is_complete(self) -> bool:
@@ -83,10 +74,13 @@ class OutgoingTransfer:
         pieces: list[Any] = []
         position, end = self.started, self.started + CHUNK
         while position < end and len(pieces) < MAX_PIECES and self._next < len(self.sources):
-            (start, _, size), _ = source = self.sources[self._next]
+            (start, skip, size), storage = self.sources[self._next]
+            if storage.nbytes() < skip + size:
+                raise ValueError("a storage was freed or made smaller before it was sent")
             done = position - start
             part = min(size - done, end - position)
-            pieces.append(_view(source, done, part))
+            memory = (ctypes.c_ubyte * part).from_address(storage.data_ptr() + skip + done)
+            pieces.append(memoryview(memory).cast("B"))
             position += part
             if done + part == size:
                 self._next += 1
@@ -115,30 +109,17 @@ class OutgoingTransfer:
         return not self._in_progress and (self.is_cancelled or self.is_complete)
 
 
-def _view(source: Source, offset: int, size: int) -> memoryview:
-    """Return memory of a source, which the caller keeps alive."""
-    (_, skip, whole), storage = source
-    if storage.nbytes() < skip + whole:
-        raise ValueError("a storage was freed or made smaller before it was sent")
-    address = storage.data_ptr() + skip + offset
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-
-
+@dataclass(slots=True, eq=False)
 class _Arriving:
-    """A transfer that comes in; `memory` is None if its bytes are discarded.
+    """A transfer that comes in."""
 
-    Its segment, if it has one, is kept until it is read and released.
-    """
-
-    __slots__ = ("expected", "is_dropped", "is_released", "memory", "received", "segment", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = self.expected = size
-        self.received = 0
-        self.is_dropped = False
-        self.is_released = True
-        self.memory: Any = None
-        self.segment: Segment | None = None
+    size: int
+    expected: int  # bytes
+    received: int = 0
+    is_dropped: bool = False
+    is_released: bool = True
+    memory: Any = None  # None if its bytes are discarded
+    segment: Segment | None = None  # kept until it is read and released
 
 
 class IncomingTransfers:
@@ -160,9 +141,6 @@ class IncomingTransfers:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
 
-    def __repr__(self) -> str:
-        return f"<IncomingTransfers {len(self)}, {self._held:,} of {self._limit:,} bytes>"
-
     def __len__(self) -> int:
         """Return the number of transfers that were not read, or not released."""
         return len(self._arriving)
@@ -180,23 +158,18 @@ class IncomingTransfers:
         with self._lock:
             while (found := self._arriving.get(number)) is None and not self._has_space(size):
                 self._freed.wait()
-            found = found or self._announce(number, size, is_shared)
+            if found is None:  # its first chunk has come
+                found = self._reserve(number, size)
+                segments = sum(each.segment is not None for each in self._arriving.values())
+                is_shared = is_shared and segments < MAX_SEGMENTS
+                # Without memory its bytes are discarded. (torch's error is a RuntimeError)
+                with contextlib.suppress(OSError, RuntimeError, MemoryError):
+                    found.memory, found.segment = self._allocate(size, is_shared)
+                    found.is_released = found.segment is None
             if not (found.is_dropped or 0 < length <= size - offset <= size == found.size):
                 raise ProtocolError(f"malformed chunk: {length} bytes at {offset} of {size}")
             memory = found.memory
         return None if memory is None else memoryview(memory).cast("B")[offset : offset + length]
-
-    def _announce(self, number: int, size: int, is_shared: bool) -> _Arriving:
-        """Reserve memory for a transfer whose first chunk has come."""
-        found = self._reserve(number, size)
-        try:
-            segments = sum(each.segment is not None for each in self._arriving.values())
-            is_shared = is_shared and segments < MAX_SEGMENTS
-            found.memory, found.segment = self._allocate(size, is_shared)
-            found.is_released = found.segment is None
-        except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
-            found.memory = None
-        return found
 
     def _has_space(self, size: int) -> bool:
         """Return whether memory may be reserved for a transfer, beside what is held.
@@ -211,7 +184,7 @@ class IncomingTransfers:
         return self._held + size <= 2 * self._limit
 
     def _reserve(self, number: int, size: int) -> _Arriving:
-        found = self._arriving[number] = _Arriving(size)
+        found = self._arriving[number] = _Arriving(size, size)
         self._held += size
         return found
 
@@ -267,7 +240,7 @@ class IncomingTransfers:
             if found is None:
                 if sent <= 0:
                     return
-                found = self._arriving[number] = _Arriving(0)
+                found = self._arriving[number] = _Arriving(0, 0)
                 self._freed.notify_all()  # its first chunk may wait for space
             if found.received > sent:
                 raise ProtocolError(f"transfer {number} has more than {sent} bytes")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .._aio.interruption import Interrupt, interruptible
+from .._aio.loops import Interrupt, interruptible
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._node.config import OnFailure, WorkerConfig

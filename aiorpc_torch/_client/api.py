@@ -131,12 +131,16 @@ def remote(
         if unknown and not more and isinstance(rref, RRefBase):
             raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")
         raise TypeError(_NOT_TORCH)
-    found, own_bound, own_retries = _of_handle(rref)
-    bound = own_bound if bound is None else bound
+    return _remote(rref, bound, retries)
+
+
+def _remote(rref: Any, timeout: float | None, retries: int) -> Any:
+    found, own_timeout, own_retries = _of_handle(rref)
+    timeout = own_timeout if timeout is None else timeout
     retries = checked_retries(retries) or own_retries
     for kinds, proxy_of in _PROXIES:
         if isinstance(found, kinds):
-            return proxy_of(found, bound, retries)
+            return proxy_of(found, timeout, retries)
     if isinstance(found, str | int | WorkerInfo | type):
         raise TypeError(_NOT_TORCH)
     raise _no_rref(found)
@@ -188,7 +192,7 @@ def proxy(
     if isinstance(rref, Group | NamedMembers | GroupProxy):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
     bound = None if timeout is None else checked_call_timeout(timeout)
-    return cast(T, _remote(rref, bound, retries, (), {}))
+    return cast(T, _remote(rref, bound, retries))
 
 
 # ── functions and methods ───────────────────────────────────────────────────────────────────────

@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from .._aio.deadlines import ForeseenTimer, anyio_scope_deadline, deadline_in, earlier
 from .._aio.items import ItemIterator, has_passed
-from .._aio.loops import call_soon
-from .._aio.wakeup import Wakeup
+from .._aio.loops import Wakeup, call_soon
 from .._context.interception import CallInfo, End, Kind, begin_group, is_needed
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name

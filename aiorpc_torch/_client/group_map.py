@@ -30,8 +30,7 @@ from typing import (
 
 from .._aio.deadlines import in_seconds
 from .._aio.items import ItemIterator
-from .._aio.loops import call_soon
-from .._aio.wakeup import Wakeup
+from .._aio.loops import Wakeup, call_soon
 from .._handles.mistakes import OnlyIterated
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted

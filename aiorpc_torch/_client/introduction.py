@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
-from .._aio.detach import detach_socket
 from .._aio.host import network_namespace
+from .._aio.sockets import connect_unix, detach_socket
 from .._aio.threads import run_in_thread
-from .._aio.unix_sockets import connect_unix
 from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint import entry_points
 from .._peers.peers import Peer, Peers

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._aio.wakeup import Wakeup
+from .._aio.loops import Wakeup
 from .._wire.ancestry import CallKey
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import INITIAL_CREDIT

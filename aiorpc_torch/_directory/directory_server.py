@@ -15,14 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from .._aio.acceptor import Acceptor
 from .._aio.blocking import BlockingCall
+from .._aio.flows import end_when_silent, retry_soon
 from .._aio.fork import close_on_fork
-from .._aio.loop_thread import LoopThread
-from .._aio.loops import call_soon
-from .._aio.silence import end_when_silent, retry_soon
+from .._aio.loops import LoopThread, call_soon
+from .._aio.sockets import Acceptor, is_same_user
 from .._aio.threads import run_in_thread
-from .._aio.unix_sockets import is_same_user
 from .._port.strangers import Strangers, host_of
 from . import directory_messages as wire
 from .directory import Directory

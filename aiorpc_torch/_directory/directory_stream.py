@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from .._aio.silence import probe_when_idle
+from .._aio.flows import probe_when_idle
 from .._wire.plain import dump
 
 M = TypeVar("M")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from .._aio.regular_files import read_regular
-from .._port.certificates import reading
+from .._aio.awaited import read_regular
+from .._port.tls import reading
 
 PASSWORD_VARIABLE = "AIORPC_TORCH_ETCD_PASSWORD"
 

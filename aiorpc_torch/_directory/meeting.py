@@ -27,7 +27,7 @@ from urllib.parse import urlparse
 
 from .._aio.fork import close_on_fork
 from .._aio.host import network_namespace
-from .._aio.unix_sockets import connect_unix, is_same_user, listen_unix
+from .._aio.sockets import connect_unix, is_same_user, listen_unix
 from .._port import network
 from .._port.port import Port
 from .._torch.compat import TCPStore

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from .._aio.awaited import blocking_on
-from .._aio.regular_files import open_regular, read_regular
+from .._aio.awaited import blocking_on, open_regular, read_regular
 from .._torch.store import NoStoreError, StoreClient
 
 MAX_VALUE = 1 << 16  # bytes of a file: a record has some hundreds

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from .._batching.stats import BatchStats, batch_stats
-from .._carrier.segment_store import segment_counts
+from .._carrier.shared_memory import segment_counts
 from .._client import pool
 from .._endpoint import entry_points
 from .._endpoint.runtime import mark_runs_on_loop

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from .._aio.loop_lag import LoopLag, stack_of_thread
+from .._aio.loop_lag import LoopLag
+from .._aio.places import stack_of_thread
 from .._aio.slow_steps import slow_steps
 from .._node.node import Node
 from .._server.calls import ServerCall

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._aio.fork import close_on_fork
-from .._aio.loop_lag import LoopLag
-from .._aio.stalls import LOOK_INTERVAL, StallWatch
-from .._aio.unix_sockets import is_same_user, listen_unix
+from .._aio.loop_lag import LOOK_INTERVAL, LoopLag, StallWatch
+from .._aio.sockets import is_same_user, listen_unix
 from .._node.node import Node
 from .._server.timings import timings
 from . import snapshot

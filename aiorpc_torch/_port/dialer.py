@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .._aio.sockets import closed_on_error
 from .port import connect
 from .purposes import CALLS, TENSORS, preface, server_name
 from .tls import Tls
@@ -27,7 +28,7 @@ class Dialer:
         """Raise `TlsError` if the other end refuses the certificate, as a client learns later."""
         if self.tls is None or isinstance(address, str):
             return nullcontext()
-        return self.tls.explaining(_name(address))
+        return self.tls.explaining(f"the worker at {address[0]}, port {address[1]}")
 
     async def transport(
         self, protocol: Callable[[], Any], address: tuple[str, int]
@@ -43,19 +44,10 @@ class Dialer:
             transport, made = await loop.create_connection(protocol, *address)
             transport.write(preface(CALLS))
             return transport, made
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        connected = await connect(loop, family, address)
-        try:
-            with self.tls.explaining(_name(address)):
-                return await loop.create_connection(
-                    protocol,
-                    sock=connected,
-                    ssl=self.tls.client,
-                    server_hostname=server_name(CALLS),
-                )
-        except BaseException:
-            connected.close()
-            raise
+        with closed_on_error(await connect(address)) as connected, self.explaining(address):
+            return await loop.create_connection(
+                protocol, sock=connected, ssl=self.tls.client, server_hostname=server_name(CALLS)
+            )
 
     def tensor_socket(self, address: tuple[str, int], timeout: float) -> socket.socket:
         """Return a socket for tensors, with TLS. Blocks for `timeout` a step at most.
@@ -66,12 +58,8 @@ class Dialer:
         """
         assert self.tls is not None
         connected = socket.create_connection(address, timeout)
-        try:
-            with self.tls.explaining(_name(address)):
-                return self.tls.client.wrap_socket(connected, server_hostname=server_name(TENSORS))
-        except BaseException:
-            connected.close()
-            raise
+        with closed_on_error(connected), self.explaining(address):
+            return self.tls.client.wrap_socket(connected, server_hostname=server_name(TENSORS))
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
@@ -86,7 +74,3 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("closed before the handshake was done")
         received += data
     return received
-
-
-def _name(address: tuple[str, int]) -> str:
-    return f"the worker at {address[0]}, port {address[1]}"

@@ -9,12 +9,10 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-from .._aio.acceptor import Acceptor
-from .._aio.loop_thread import LoopThread
-from .._aio.unix_sockets import BACKLOG
+from .._aio.loops import LoopThread
+from .._aio.sockets import BACKLOG, Acceptor
 from .port import prepare
 from .strangers import Strangers, host_of
 from .streams import PlainStream, TlsStream
@@ -38,12 +36,7 @@ class HttpPort:
     """Answers requests without a body at a socket that listens, until `close`. For any thread.
 
     The application runs in the thread of this port: meanwhile connections wait in the backlog.
-
-    Args:
-        listening: the socket.
-        app: the application.
-        name: name of the thread, and of this port in the log.
-        tls: the certificate; None for connections in clear text.
+    `name` is that of the thread, and of this port in the log.
     """
 
     def __init__(self, listening: socket.socket, app: App, name: str, tls: Tls | None) -> None:
@@ -74,33 +67,30 @@ class HttpPort:
         task = self._thread.loop.create_task(self._talk(accepted, host))
         self._tasks.add(task)
         self._connections.add(task, host, task.cancel)
-        task.add_done_callback(partial(self._on_end, accepted))
 
-    def _on_end(self, accepted: socket.socket, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        self._connections.remove(task)
-        self._answers.remove(task)
-        accepted.close()  # the task may not have begun
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._connections.remove(task)
+            self._answers.remove(task)
+            accepted.close()  # the task may not have begun
+
+        task.add_done_callback(on_end)
 
     async def _talk(self, accepted: socket.socket, host: str) -> None:
         """Answer one request. Each step counts for the timeout: a slow client gets no more time."""
         with accepted:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT):
-                    stream = await self._opened(accepted)
+                    stream = PlainStream(accepted)
+                    if self._tls is not None:
+                        stream = secured = TlsStream(accepted, self._tls.server)
+                        await secured.handshake()
                     answer = self._answer(await _read_head(stream))
                     task: Any = asyncio.current_task()
                     self._answers.add(task, host, task.cancel)
                     await stream.send(answer)
             except OSError as exc:  # also a TimeoutError, and the errors of TLS
                 log.debug("%s closed a connection from %s: %r", self._name, host, exc)
-
-    async def _opened(self, accepted: socket.socket) -> PlainStream:
-        if self._tls is None:
-            return PlainStream(accepted)
-        stream = TlsStream(accepted, self._tls.server)
-        await stream.handshake()
-        return stream
 
     def _answer(self, head: bytes | None) -> bytes:
         if head is None:

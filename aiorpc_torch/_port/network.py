@@ -38,15 +38,12 @@ def requested_interface(interface: str | None) -> str | None:
     Raises:
         ValueError: if this machine has no such interface; it lists the existing ones.
     """
-    if interface:
-        return _checked(interface, "")
+    name, source = interface, ""
     for variable in ("AIORPC_INTERFACE", *VARIABLES):
-        if value := os.environ.get(variable):
-            return _checked(value.split(",")[0], f", as {variable} says")  # gloo's may be a list
-    return None
-
-
-def _checked(name: str, source: str) -> str:
+        if not name and (value := os.environ.get(variable)):
+            name, source = value.split(",")[0], f", as {variable} says"  # gloo's may be a list
+    if not name:
+        return None
     if (known := addresses()) and name not in known:
         up = ", ".join(f"{each} ({', '.join(of)})" for each, of in known.items())
         raise ValueError(
@@ -153,42 +150,37 @@ def is_loopback_host(host: str) -> bool:
 class _Entry(ctypes.Structure):
     """`struct ifaddrs` of Linux, its first members."""
 
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    )
 
-_Entries = ctypes.POINTER(_Entry)
-_Entry._fields_ = [
-    ("next", _Entries),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
+
+_OF_FAMILY: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Offset and bytes of the address in a `struct sockaddr`."""
 
 
 def addresses() -> dict[str, list[str]]:
     """Return the IP addresses of each interface that is up, as TensorPipe reads them."""
     found: dict[str, list[str]] = {}
     libc = ctypes.CDLL(None)
-    first = _Entries()
+    first = ctypes.c_void_p()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         return found
-    pointer = first
+    pointer = first.value
     while pointer:
-        entry = pointer.contents
-        if entry.flags & _IFF_UP and (address := _ip_address(entry.address)):
-            found.setdefault(os.fsdecode(entry.name), []).append(address)
+        entry = _Entry.from_address(pointer)
+        if entry.flags & _IFF_UP and entry.address:
+            family = int.from_bytes(ctypes.string_at(entry.address, 2), sys.byteorder)
+            if place := _OF_FAMILY.get(family):
+                data = ctypes.string_at(entry.address + place[0], place[1])
+                name, address = os.fsdecode(entry.name), socket.inet_ntop(family, data)
+                found.setdefault(name, []).append(address)
         pointer = entry.next
     libc.freeifaddrs(first)
     return found
-
-
-def _ip_address(sockaddr: int | None) -> str | None:
-    if not sockaddr:
-        return None
-    match int.from_bytes(ctypes.string_at(sockaddr, 2), sys.byteorder):
-        case socket.AF_INET:
-            return socket.inet_ntop(socket.AF_INET, ctypes.string_at(sockaddr + 4, 4))
-        case socket.AF_INET6:
-            return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(sockaddr + 8, 16))
-    return None
 
 
 def _interface_with(address: str) -> str | None:

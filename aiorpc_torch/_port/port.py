@@ -13,29 +13,29 @@ import errno
 import logging
 import socket
 import ssl
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from .._aio.acceptor import Acceptor
+from .._aio.flows import end_when_silent, probe_when_idle, retry_soon
 from .._aio.fork import close_on_fork
-from .._aio.loop_thread import LoopThread
-from .._aio.loops import await_on, call_soon
-from .._aio.silence import end_when_silent, probe_when_idle, retry_soon
-from .._aio.unix_sockets import BACKLOG
-from .accepted_relays import READY, UNKNOWN, AcceptedRelays
+from .._aio.loops import LoopThread, await_on, call_soon
+from .._aio.sockets import BACKLOG, Acceptor, closed_on_error
 from .purposes import (
     CALLS,
     DIRECTORY,
     MAX_FIRST,
     PREFACE,
     TENSORS,
+    TORCH,
     HelloReader,
     preface,
     read_preface,
     server_name,
 )
-from .relay import receive_exactly
+from .relay import READY, UNKNOWN, AcceptedRelays, receive_exactly
 from .sequence import OPENING
 from .strangers import Strangers
 from .streams import LINGER, PlainStream, TlsStream, splice
@@ -84,17 +84,16 @@ class Port:
         self.host, self.number = listening.getsockname()[:2]
         self.torch: tuple[str, int] | None = None
         """Address of this worker's own listener of torch's RPC, once there is one."""
-        self._listening: list[tuple[socket.socket, str | None]] = [(listening, None)]
         self._handlers: dict[str, Accepted] = {}
-        self._acceptors: list[Acceptor] = []
+        self._acceptors: weakref.WeakSet[Acceptor] = weakref.WeakSet()
         self._of_directory: list[Acceptor] = []
         self._hellos = HelloReader()
         self._strangers = Strangers(MAX_UNPROVEN)
-        self._relays = AcceptedRelays(heartbeat, is_in_clear=tls is None)
+        self.relays = AcceptedRelays(heartbeat, is_in_clear=tls is None)
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting: set[asyncio.Task[Any]] = set()
-        self._thread = LoopThread("aiorpc-port", self._serve)
+        self._thread = LoopThread("aiorpc-port", partial(self._serve, listening))
         self._loop = self._thread.loop
         self._thread.start()
 
@@ -118,8 +117,13 @@ class Port:
 
     def end_directory(self) -> None:
         """Accept no more connections to the directory, which ends."""
+
+        def close() -> None:
+            while self._of_directory:
+                self._of_directory.pop().close()
+
         self._handlers.pop(DIRECTORY, None)
-        call_soon(self._loop, self._close_directory)
+        call_soon(self._loop, close)
 
     async def secure(self, connected: socket.socket, purpose: str, peer: str) -> socket.socket:
         """Return a socket from which all goes through that one, in TLS. On any event loop.
@@ -128,7 +132,15 @@ class Port:
             TlsError: if one end refuses the other.
             OSError: if the connection ends before.
         """
-        return await await_on(self._loop, self._secure(connected, purpose, peer))
+
+        async def splice_on_loop() -> socket.socket:
+            stream = await self.open(connected, purpose, peer)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            self.start(splice(stream, PlainStream(ours)))
+            return theirs
+
+        return await await_on(self._loop, splice_on_loop())
 
     def call(self, step: Callable[[], object]) -> bool:
         """Run a step on the loop of this port; return False if the port is closed."""
@@ -144,10 +156,8 @@ class Port:
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self) -> None:
-        listening, self._listening = self._listening, []
-        for each in listening:
-            self._add(*each)
+    async def _serve(self, listening: socket.socket) -> None:
+        self._add(listening, None)
         if self.tls is not None:
             self._look_at(self.tls)
         await self._thread.closing.wait()
@@ -161,7 +171,7 @@ class Port:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._relays.close()
+        self.relays.close()
 
     def _look_at(self, tls: Tls) -> None:
         tls.look()
@@ -187,37 +197,13 @@ class Port:
         """Accept connections at a further socket, until this port or the acceptor is closed."""
         found = Acceptor("the port", accepted)
         found.add(listening)
-        self._acceptors.append(found)
+        self._acceptors.add(found)
         if self._thread.closing.is_set():
             found.close()
         return found
 
-    def start(
-        self, coroutine: Coroutine[Any, Any, None], accepted: socket.socket
-    ) -> "asyncio.Task[None]":
-        """Return a task with a connection, which is cancelled by `close`.
-
-        The connection is closed at the end of the task.
-        """
-        task = self._start(coroutine)
-        task.add_done_callback(lambda _: accepted.close())  # it may not have begun
-        return task
-
-    def end_accepting(self, acceptor: Acceptor) -> None:
-        """Close an acceptor of `accept_at`."""
-        acceptor.close()
-        if acceptor in self._acceptors:
-            self._acceptors.remove(acceptor)
-
-    def forget(self, endpoint: str) -> None:
-        """End the connections of torch's that have come from a port, whose process has ended."""
-        self._relays.forget(endpoint)
-
-    def _close_directory(self) -> None:
-        while self._of_directory:
-            self.end_accepting(self._of_directory.pop())
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Return a task with a connection, which is cancelled by `close`."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -230,14 +216,15 @@ class Port:
         except OSError:  # it is closed already
             accepted.close()
             return
-        task = self._start(self._admit(accepted, host, purpose))
-        self._strangers.add(task, host, task.cancel)
-        task.add_done_callback(lambda _: self._on_end(task, accepted))
 
-    def _on_end(self, task: asyncio.Task[None], accepted: socket.socket) -> None:
-        self._strangers.remove(task)
-        if task.cancelled():  # it may not have begun
-            accepted.close()
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._strangers.remove(task)
+            if task.cancelled():  # it may not have begun
+                accepted.close()
+
+        task = self.start(self._admit(accepted, host, purpose))
+        self._strangers.add(task, host, task.cancel)
+        task.add_done_callback(on_end)
 
     async def _admit(self, accepted: socket.socket, host: str, only: str | None) -> None:
         """Find out what a connection is for; let it pass, or hand it over."""
@@ -246,19 +233,17 @@ class Port:
                 purpose = await self._purpose_of(accepted)
                 if only not in (None, purpose):
                     raise ValueError(f"only a {only} is here")
-                if purpose == TENSORS or (purpose == CALLS and self.tls is None):
-                    self._handler(purpose)(accepted)
-                    return
-                if purpose == DIRECTORY and self.tls is None:
+                if purpose != TORCH and (self.tls is None or purpose == TENSORS):
                     handler = self._handler(purpose)
-                    accepted.send(READY)  # there is room in a new socket
+                    if purpose == DIRECTORY:
+                        accepted.send(READY)  # there is room in a new socket
                     handler(accepted)
                     return
                 if purpose == CALLS:
                     handler = self._handler(purpose)
                     handler(accepted, (await self._secured(accepted)).settings())
                     return
-                stream = await self._proven(accepted)
+                stream = await self._secured(accepted) if self.tls else PlainStream(accepted)
                 _limit_silence(accepted, purpose)
                 passing = await self._passing(purpose, stream, host)
         except (OSError, ValueError) as exc:  # also a TimeoutError
@@ -278,19 +263,25 @@ class Port:
     ) -> Coroutine[Any, Any, None]:
         """Find the other end of what passes; return the coroutine that lets it pass."""
         if purpose == DIRECTORY:
-            return self._pass_to_directory(stream, self._directory_end(host))
+            handler = self._handler(DIRECTORY)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            handler(theirs, host)
+
+            async def pass_to_directory() -> None:
+                with ours:
+                    with contextlib.suppress(OSError):
+                        await stream.send(READY)
+                    # The directory closes what it refuses: that would be counted by nothing
+                    # meanwhile.
+                    await splice(stream, PlainStream(ours), linger=0.0)
+
+            return pass_to_directory()
         opening = await receive_exactly(stream, OPENING)
-        if (relay := await self._relays.take_over(opening, self._connect_torch)) is None:
+        if (relay := await self.relays.take_over(opening, self._connect_torch)) is None:
             await stream.send(UNKNOWN)
             raise ConnectionResetError("it goes on with a connection that is not known here")
-        return self._relays.carry(relay, stream, opening, host)
-
-    async def _pass_to_directory(self, stream: PlainStream, local: socket.socket) -> None:
-        with local:
-            with contextlib.suppress(OSError):
-                await stream.send(READY)
-            # The directory closes what it refuses: that would be counted by nothing meanwhile.
-            await splice(stream, PlainStream(local), linger=0.0)
+        return self.relays.carry(relay, stream, opening, host)
 
     async def _purpose_of(self, accepted: socket.socket) -> str:
         pause, needed = 0.001, MAX_FIRST if self.tls else PREFACE
@@ -311,9 +302,6 @@ class Port:
             accepted.recv(PREFACE)
         return purpose
 
-    async def _proven(self, accepted: socket.socket) -> PlainStream:
-        return PlainStream(accepted) if self.tls is None else await self._secured(accepted)
-
     async def _secured(self, accepted: socket.socket) -> TlsStream:
         assert self.tls is not None
         stream = TlsStream(accepted, self.tls.server)
@@ -324,19 +312,10 @@ class Port:
                 raise ConnectionResetError("it has ended") from exc
         return stream
 
-    def _directory_end(self, host: str) -> socket.socket:
-        """Return the socket to which a connection with the directory from a host is spliced."""
-        handler = self._handler(DIRECTORY)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        handler(theirs, host)
-        return ours
-
     async def _connect_torch(self) -> socket.socket:
         if self.torch is None:
             raise ConnectionRefusedError("torch's RPC has not started")
-        family = socket.AF_INET6 if ":" in self.torch[0] else socket.AF_INET
-        return await connect(self._loop, family, self.torch)
+        return await connect(self.torch)
 
     def _handler(self, purpose: str) -> Accepted:
         if (found := self._handlers.get(purpose)) is None:
@@ -361,49 +340,26 @@ class Port:
         """Ask for a purpose at a connected socket, and wait until it is admitted. On the loop.
 
         Raises the exceptions of `secure`, and `UnknownConnection`. The socket is closed then.
-
-        Args:
-            connected: the socket.
-            purpose: one of `PURPOSES`.
-            peer: the other end, for messages.
-            opening: of a flow of torch's (`sequence`).
+        `peer` names the other end in messages; `opening` is that of a flow (`sequence`).
         """
-        try:
-            stream = await self._asked(connected, purpose, peer)
-            if opening:
-                await stream.send(opening)
-            if self.tls is None:
+        with closed_on_error(connected):
+            prepare(connected)
+            _limit_silence(connected, purpose)
+            with nullcontext() if self.tls is None else self.tls.explaining(peer):
+                if self.tls is None:
+                    stream = PlainStream(connected)
+                    await stream.send(preface(purpose))
+                else:
+                    stream = secured = TlsStream(connected, self.tls.client, server_name(purpose))
+                    await secured.handshake()
+                if opening:
+                    await stream.send(opening)
                 ready = await stream.receive(1)
-            else:
-                with self.tls.explaining(peer):
-                    ready = await stream.receive(1)
             if ready == UNKNOWN:
                 raise UnknownConnection(f"{peer} does not know the connection")
             if ready != READY:
                 raise ConnectionResetError(f"{peer} has closed the connection")
-        except BaseException:
-            connected.close()
-            raise
         return stream
-
-    async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
-        prepare(connected)
-        _limit_silence(connected, purpose)
-        if self.tls is None:
-            stream = PlainStream(connected)
-            await stream.send(preface(purpose))
-            return stream
-        secured = TlsStream(connected, self.tls.client, server_name(purpose))
-        with self.tls.explaining(peer):
-            await secured.handshake()
-        return secured
-
-    async def _secure(self, connected: socket.socket, purpose: str, peer: str) -> socket.socket:
-        stream = await self.open(connected, purpose, peer)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._start(splice(stream, PlainStream(ours)))
-        return theirs
 
 
 def _limit_silence(connected: socket.socket, purpose: str) -> None:
@@ -427,17 +383,12 @@ def prepare(connected: socket.socket) -> None:
     probe_when_idle(connected)
 
 
-async def connect(
-    loop: asyncio.AbstractEventLoop, family: int, address: tuple[str, int]
-) -> socket.socket:
+async def connect(address: tuple[str, int]) -> socket.socket:
     """Return a socket that is connected."""
-    found = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with closed_on_error(socket.socket(family)) as found:
         prepare(found)
-        await loop.sock_connect(found, address)
-    except BaseException:
-        found.close()
-        raise
+        await asyncio.get_running_loop().sock_connect(found, address)
     return found
 
 

@@ -9,11 +9,14 @@ tasks: small messages would take twice the time.
 
 import asyncio
 import contextlib
+import hashlib
+import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from .sequence import TICKS, Part, Sequence
+from .sequence import COUNT, TICKS, Part, Sequence, read_opening
+from .strangers import Strangers
 from .streams import CHUNK, LINGER, PlainStream
 
 SHORTEST_TICK = 0.1  # seconds: a busy machine answers later than after a few milliseconds
@@ -33,11 +36,6 @@ class Relay:
         local: torch's socket, or one that is connected to it. Its owner closes it.
         heartbeat: seconds within which a dead flow is noticed.
         change: of the bytes for torch, None for none.
-
-    Attributes:
-        local: the first argument.
-        sequence: what was sent and has come.
-        is_over: whether all has passed, or nobody is left to read it.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class Relay:
     ) -> None:
         self.local = local
         self.sequence = Sequence()
-        self.is_over = False
+        self.is_over = False  # True if all has passed, or nobody is left to read it
         self._tick = max(heartbeat / TICKS, SHORTEST_TICK)
         self._change = change
         self._loop = asyncio.get_running_loop()
@@ -193,16 +191,11 @@ class Relay:
                 self._is_delivered = True
         except OSError:  # torch has closed it
             self._undelivered, self._is_delivered = [], True
-        if self._is_delivered:
-            self._end_soon()
-
-    # ── its end ─────────────────────────────────────────────────────────────────────────────────
-
-    def _end_soon(self) -> None:
-        """Let the other direction end too."""
-        if not self._is_ending:
+        if self._is_delivered and not self._is_ending:  # let the other direction end too
             self._is_ending = True
             self._loop.call_later(LINGER, self._lose)
+
+    # ── its end ─────────────────────────────────────────────────────────────────────────────────
 
     def _wait_for_tick(self) -> None:
         # The other end may have a shorter heartbeat. It is not heard while torch takes nothing, so
@@ -248,3 +241,102 @@ async def receive_exactly(stream: PlainStream, size: int) -> bytes:
             raise ConnectionResetError("it has ended")
         received += data
     return received
+
+
+# ── relays of connections that have come ────────────────────────────────────────────────────────
+
+READY, UNKNOWN = b"+", b"-"
+"""Sent by the end that was connected to: it admits the other one, or it does not know what that
+goes on with."""
+
+TORCH_SILENCE = 900.0
+"""Seconds for which a connection of torch's outlives the last flow: about what TCP has by default.
+torch never replaces one, so a link may be cut for that long."""
+
+END_SILENCE = 10.0
+"""Seconds, beside two heartbeats, if that flow was closed in order: its process has probably ended,
+and if not, it opens another one within a heartbeat."""
+
+MAX_WITHOUT_FLOW = 1024
+"""Connections without a flow; beyond it the oldest one of the host with the most is closed."""
+
+MAX_WITHOUT_FLOW_IN_CLEAR = 256
+"""The same without TLS, where any host can leave some behind. Each takes two files."""
+
+_OF_PORT = 8  # bytes of an identity that tell whose connection it is
+
+
+def new_identity(endpoint: str) -> bytes:
+    """Return the identity of a new connection of torch's, which the port there opens."""
+    return _of_port(endpoint) + secrets.token_bytes(16 - _OF_PORT)
+
+
+def _of_port(endpoint: str) -> bytes:
+    return hashlib.blake2b(endpoint.encode(), digest_size=_OF_PORT).digest()
+
+
+class AcceptedRelays:
+    """The relays of one port by their identities, which no other host can guess. On its loop."""
+
+    def __init__(self, heartbeat: float, *, is_in_clear: bool) -> None:
+        self._heartbeat = heartbeat
+        self._all: dict[bytes, Relay] = {}
+        limit = MAX_WITHOUT_FLOW_IN_CLEAR if is_in_clear else MAX_WITHOUT_FLOW
+        self._without_flow = Strangers(limit)
+        self._timers: dict[bytes, asyncio.TimerHandle] = {}
+
+    async def take_over(
+        self, opening: bytes, connect: Callable[[], Awaitable[socket.socket]]
+    ) -> Relay | None:
+        """Return the relay that the `opening` of a flow asks for, None if it is not known.
+
+        `connect` makes a connection with torch for a new one.
+        """
+        identity, is_new, _ = read_opening(opening)
+        if identity not in self._all and is_new:
+            local = await connect()
+            if identity in self._all:
+                local.close()
+            else:
+                self._all[identity] = Relay(local, self._heartbeat)
+        if (relay := self._all.get(identity)) is None:
+            return None
+        await relay.take_over()
+        self._without_flow.remove(identity)
+        if (timer := self._timers.pop(identity, None)) is not None:
+            timer.cancel()
+        return relay if self._all.get(identity) is relay else None
+
+    async def carry(self, relay: Relay, stream: PlainStream, opening: bytes, host: str) -> None:
+        """Carry until the flow is lost, then keep what is not over, for some time."""
+        identity, _, number = read_opening(opening)
+        is_closed = False
+        try:
+            await stream.send(READY + COUNT.pack(relay.sequence.received))
+            is_closed = await relay.carry(stream, number)
+        finally:
+            if relay.is_over:
+                self._drop(identity)
+            else:
+                seconds = 2 * self._heartbeat + END_SILENCE if is_closed else TORCH_SILENCE
+                self._without_flow.add(identity, host, lambda _: self._drop(identity))
+                loop = asyncio.get_running_loop()
+                self._timers[identity] = loop.call_later(seconds, self._drop, identity)
+
+    def _drop(self, identity: bytes) -> None:
+        self._without_flow.remove(identity)
+        if (timer := self._timers.pop(identity, None)) is not None:
+            timer.cancel()
+        if (relay := self._all.pop(identity, None)) is not None:
+            relay.local.close()
+
+    def forget(self, endpoint: str) -> None:
+        """Close those without a flow that a port has opened, whose process has ended."""
+        for identity in [*self._timers]:
+            if identity.startswith(_of_port(endpoint)):
+                self._drop(identity)
+
+    def close(self) -> None:
+        """Close all of them. None has a flow any more."""
+        for identity in [*self._all]:
+            self._drop(identity)

@@ -21,8 +21,8 @@ _QUIET, _DEAD = 2, 6  # ticks without a byte until the other end is asked, and u
 _HEAD = struct.Struct("<BQ")  # kind, and a number: bytes that follow, or bytes that have come
 _DATA, _END, _ACKNOWLEDGEMENT, _PING = range(4)
 _OPENING = struct.Struct("<16sBQ")  # the connection, whether it may be new, bytes that have come
-_COUNT = struct.Struct("<Q")
-OPENING, COUNT = _OPENING.size, _COUNT.size
+COUNT = struct.Struct("<Q")  # the answer: bytes that have come to the other end
+OPENING = _OPENING.size
 
 _LAST = memoryview(b"\0")  # stands for the end of our bytes, and counts as one
 
@@ -178,14 +178,3 @@ def read_opening(data: bytes) -> tuple[bytes, bool, int]:
     if is_new and number:
         raise ValueError(f"a new connection that has brought {number} bytes")
     return identity, bool(is_new), number
-
-
-def format_count(number: int) -> bytes:
-    """Return the answer to an opening: the bytes that have come to the other end."""
-    return _COUNT.pack(number)
-
-
-def read_count(data: bytes) -> int:
-    """Return the argument of `format_count`."""
-    number: int = _COUNT.unpack(data)[0]
-    return number

@@ -38,7 +38,10 @@ class Strangers:
     def add(self, key: object, host: str, close: Close) -> None:
         """Add a connection, which `close` closes."""
         while len(self._all) >= self._limit:
-            self._close_one()
+            hosts = Counter(each for each, _ in self._all.values())
+            busiest = max(hosts, key=hosts.__getitem__)
+            oldest = next(key for key, (each, _) in self._all.items() if each == busiest)
+            self._all.pop(oldest)[1](TOO_MANY)
         self._all[key] = host, close
 
     def remove(self, key: object) -> None:
@@ -49,9 +52,3 @@ class Strangers:
         """Close all of them, since this worker leaves."""
         while self._all:
             self._all.pop(next(iter(self._all)))[1](LEFT)
-
-    def _close_one(self) -> None:
-        hosts = Counter(host for host, _ in self._all.values())
-        busiest = max(hosts, key=hosts.__getitem__)
-        oldest = next(key for key, (host, _) in self._all.items() if host == busiest)
-        self._all.pop(oldest)[1](TOO_MANY)

@@ -44,15 +44,9 @@ class PlainStream:
     def unsealed(self, data: bytes | None) -> bytes | None:
         """Return what bytes of the socket bring, b"" at the end, None if it is not whole yet.
 
-        Args:
-            data: the bytes, b"" at the end; None for what `receive` has left.
+        Without `data` (None) what `receive` has left.
         """
         return data
-
-    def end(self) -> None:
-        """Tell the other end that nothing follows."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_WR)
 
 
 class TlsStream(PlainStream):
@@ -223,4 +217,5 @@ async def _copy(source: PlainStream, target: PlainStream) -> None:
     with contextlib.suppress(OSError):
         while data := await source.receive():
             await target.send(data)
-    target.end()
+    with contextlib.suppress(OSError):  # nothing follows
+        target.sock.shutdown(socket.SHUT_WR)

@@ -9,18 +9,17 @@ from here. So the answer is given the address of the loopback socket instead.
 import asyncio
 import contextlib
 import logging
-import select
 import socket
 import struct
+from collections.abc import Callable
 from itertools import chain, repeat
 from urllib.parse import urlsplit
 
-from .._aio.acceptor import Acceptor
-from .accepted_relays import END_SILENCE, TORCH_SILENCE, new_identity
+from .._aio.sockets import Acceptor, closed_on_error, has_ended
 from .port import Port, UnknownConnection, connect, prepare
 from .purposes import TORCH
-from .relay import Relay, receive_exactly
-from .sequence import COUNT, Part, format_opening, read_count
+from .relay import END_SILENCE, TORCH_SILENCE, Relay, new_identity, receive_exactly
+from .sequence import COUNT, Part, format_opening
 from .streams import LINGER, PlainStream
 
 log = logging.getLogger("aiorpc_torch")
@@ -79,20 +78,17 @@ class Tunnels:
 
 
 class _Tunnel:
-    """A listening loopback socket, whose connections go to one worker.
-
-    Attributes:
-        failure: why the last connection that failed has, "" before.
-    """
+    """A listening loopback socket, whose connections go to one worker."""
 
     def __init__(self, port: Port, peer: str, endpoint: str, address: str) -> None:
         parts = urlsplit(address)
         host, number = parts.hostname or "", parts.port or 0
-        self._listening = _listen(host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         own = self._listening.getsockname()[1]
         self.address = f"{parts.scheme}://{format_endpoint(host, own)}"
         self._old, self._new = format_endpoint(host, number), format_endpoint(host, own)
-        self.failure = ""
+        self.failure = ""  # why the last connection that failed has
         self._port = port
         self._peer = peer
         self._endpoint = endpoint
@@ -106,13 +102,13 @@ class _Tunnel:
 
     def close(self) -> None:
         """End the connections, and take no more."""
-        self._port.forget(self._endpoint)
+        self._port.relays.forget(self._endpoint)
         for task, accepted in self._tasks.items():
             with contextlib.suppress(OSError):  # for the other end, too
                 accepted.shutdown(socket.SHUT_RDWR)
             asyncio.get_running_loop().call_later(LINGER, task.cancel)
         if self._acceptor is not None:
-            self._port.end_accepting(self._acceptor)
+            self._acceptor.close()
         else:
             self._listening.close()
 
@@ -121,13 +117,13 @@ class _Tunnel:
         # their code in this process. So a bound in number would bound nothing.
         is_first, self._is_first = self._is_first, False
         prepare(accepted)
-        task = self._port.start(self._pass(accepted, is_first), accepted)
+        task = self._port.start(self._pass(accepted, is_first))
         self._tasks[task] = accepted
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(lambda task: self._tasks.pop(task).close())  # it may not have begun
 
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
-        readdressing = [_Readdressing(self._old, self._new)] if is_first else []
-        relay = Relay(accepted, self._port.heartbeat, *readdressing)
+        change = _readdressing(self._old, self._new) if is_first else None
+        relay = Relay(accepted, self._port.heartbeat, change)
         identity, is_new, refusal = new_identity(self._port.endpoint), True, 0.0
         while not relay.is_over:
             opening = format_opening(identity, relay.sequence.received, is_new=is_new)
@@ -183,7 +179,7 @@ class _Tunnel:
                 error = exc
                 if is_new or isinstance(exc, UnknownConnection):
                     raise
-            if _has_ended(accepted):
+            if has_ended(accepted):
                 last = loop.time() + 2 * self._port.heartbeat + END_SILENCE
                 deadline = min(deadline, last)
             if loop.time() >= deadline:
@@ -192,40 +188,34 @@ class _Tunnel:
         raise AssertionError
 
     async def _attempt(self, name: str, opening: bytes) -> tuple[PlainStream, int]:
-        host, number = split_endpoint(self._endpoint)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         async with asyncio.timeout(CONNECT_TIMEOUT):
-            connected = await connect(asyncio.get_running_loop(), family, (host, number))
+            connected = await connect(split_endpoint(self._endpoint))
         stream = await self._port.open(connected, TORCH, name, opening)
-        try:
-            return stream, read_count(await receive_exactly(stream, COUNT))
-        except BaseException:
-            connected.close()
-            raise
+        with closed_on_error(connected):
+            (count,) = COUNT.unpack(await receive_exactly(stream, COUNT.size))
+        return stream, count
 
 
-class _Readdressing:
-    """Replaces an address in the first message of a listener of TensorPipe.
+def _readdressing(old: str, new: str) -> Callable[[Part], Part]:
+    """Return what replaces an address in the first message of a listener of TensorPipe.
 
-    Other bytes than such a message may wait here for more: torch's RPC does not understand them.
+    Other bytes than such a message may wait there for more: torch's RPC does not understand them.
     """
+    first: bytes | None = b""  # what has come of the first message
 
-    def __init__(self, old: str, new: str) -> None:
-        self._old, self._new = old, new
-        self._first: bytes | None = b""  # what has come of the first message
-
-    def __call__(self, data: Part) -> Part:
-        if self._first is None:
+    def change(data: Part) -> Part:
+        nonlocal first
+        if first is None:
             return data
-        whole = self._first + data
+        whole = first + data
         size = message_size(whole)
         if size is not None and len(whole) < size:
-            self._first = whole
+            first = whole
             return b""
-        self._first = None
-        if size is None:
-            return whole
-        return replace_address(whole[:size], self._old, self._new) + whole[size:]
+        first = None
+        return whole if size is None else replace_address(whole[:size], old, new) + whole[size:]
+
+    return change
 
 
 def message_size(data: bytes) -> int | None:
@@ -241,18 +231,6 @@ def replace_address(message: bytes, old: str, new: str) -> bytes:
     before, after = (bytes((_STRING, len(each))) + each.encode() for each in (old, new))
     body = message[_LENGTH.size :].replace(before, after, 1)
     return _LENGTH.pack(len(body)) + body
-
-
-def _has_ended(local: socket.socket) -> bool:
-    """Return whether the other end of a socket has closed it, even if there is more to read."""
-    poller = select.poll()
-    poller.register(local, select.POLLRDHUP)
-    return bool(poller.poll(0))
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
 
 
 def format_endpoint(host: str, number: int) -> str:

@@ -16,12 +16,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from .._aio.acceptor import Acceptor
-from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
 from .._aio.host import network_namespace
 from .._aio.loops import call_soon
-from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
+from .._aio.sockets import BACKLOG, Acceptor, detach_socket, is_same_user, listen_unix
 from .._channel import Channel
 from .._peers.peers import Peer
 from .._port.port import Port

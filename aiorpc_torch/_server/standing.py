@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from .._aio.loop_lag import outwards
+from .._aio.own_frames import outwards
 from .._aio.places import (
     WORK_OF_EXECUTOR,
     Chain,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._aio.unix_sockets import connect_unix, is_same_user, peer_pid
+from .._aio.sockets import connect_unix, is_same_user, peer_pid
 from .._inspection.snapshot_socket import NAME_LENGTH, PREFIX
 from .._text import printable_parts
 

@@ -23,9 +23,8 @@ import torch
 from torch.distributed import rpc
 
 from .._aio.fork import check_not_forked, fork_text
-from .._aio.open_files import allow_files
-from .._aio.process_exit import abandon_threads, has_threads
-from .._aio.signals import force_exit
+from .._aio.host import allow_files
+from .._aio.signals import abandon_threads, force_exit, has_threads
 from . import rrefs
 from .compat import (
     HashStore,

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from urllib.parse import SplitResult, urlsplit
 
-from .._aio.silence import LONGEST_SILENCE, end_when_silent, send_again
+from .._aio.flows import LONGEST_SILENCE, end_when_silent, send_again
 
 _DESCRIPTORS = "/proc/self/fd"
 

@@ -17,8 +17,8 @@ import anyio
 import torch
 
 from .._aio.fork import check_not_forked, forks_exit_here
+from .._aio.loop_lag import watchdog as ending_if_blocked
 from .._aio.tasks import run_to_end
-from .._aio.watchdog import watchdog as ending_if_blocked
 from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
 from .._endpoint import entry_points

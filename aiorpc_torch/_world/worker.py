@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from .._aio.fork import check_not_forked, forks_exit_here
-from .._aio.interruption import interruptible
-from .._aio.loops import await_on
+from .._aio.loop_lag import watchdog as ending_if_blocked
+from .._aio.loops import await_on, interruptible
 from .._aio.signals import graceful_signals
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
-from .._aio.watchdog import watchdog as ending_if_blocked
 from .._client.introduction import Introductions
 from .._directory.meeting import Meeting
 from .._directory.record import lease_for

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .._aio.deadlines import deadline_in, time_left
-from .._aio.interruption import interruptible
+from .._aio.loops import interruptible
 from .._aio.threads import ThreadCache, run_in_thread
 from .._client.pool import current as current_pool
 from .._context.recording import ContextRecord, current_record, enter_record

@@ -22,7 +22,7 @@ from aiorpc_torch import WorkerLost, _channel as channel
 from aiorpc_torch._aio import threads
 from aiorpc_torch._aio.segments import Segment
 from aiorpc_torch._batching import queue as batch_queue
-from aiorpc_torch._carrier import segment_store, socket_threads, tensor_sockets
+from aiorpc_torch._carrier import shared_memory, socket_threads, tensor_sockets
 from aiorpc_torch._carrier.memory import ReceiveMemory, _received
 from aiorpc_torch._carrier.socket_threads import SocketReceiver
 from aiorpc_torch._carrier.tensor_sockets import TensorSockets
@@ -203,8 +203,8 @@ def _of_process() -> Counter[str]:
     if (memory := _received.get(loop)) is not None:
         found["pieces of memory with tensors"] += len(memory.used)
     if (copies := tensor_sockets._copies.get(loop)) is not None:
-        found["transfers for several processes"] += len(copies._copies)
-    for store in [*segment_store._stores.values()]:
+        found["transfers for several processes"] += len(copies)
+    for store in [*shared_memory._stores.values()]:
         pieces = [*store.memory.pool._pieces.values()]
         found["segments in use"] += sum(bool(each.holders) for each in pieces)
         found["segments being written"] += (

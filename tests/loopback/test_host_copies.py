@@ -358,7 +358,7 @@ async def test_the_connection_ends_while_others_wait(shelves: Shelves, line: Lin
     line.may_send.set()
     with pytest.raises(aiorpc.GroupError):
         await asyncio.wait_for(running, SOON)
-    await until(lambda: not copies._copies)
+    await until(lambda: not copies)
 
 
 async def test_limits_hold_for_what_is_shared(

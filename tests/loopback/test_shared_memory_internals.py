@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aiorpc_torch import RRef, autograd, remote
-from aiorpc_torch._carrier import memory, segment_store
-from aiorpc_torch._carrier.segment_store import SegmentStore
+from aiorpc_torch._carrier import memory, shared_memory
+from aiorpc_torch._carrier.shared_memory import SegmentStore
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._wire.blocks import Block
 from aiorpc_torch.observe import stats
@@ -55,7 +55,7 @@ async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.Monkey
     await remote(RRef(shelf)).echo(torch.rand(HUGE))
     await until(lambda: stats().segments == 0)
     await until(lambda: mapped_segments() <= before)
-    (store,) = segment_store._stores.values()
+    (store,) = shared_memory._stores.values()
     assert not store.memory._is_trimming
 
 
@@ -114,20 +114,20 @@ def test_a_store_is_closed_with_its_last_link() -> None:
 
     async def main() -> None:
         loop, link = asyncio.get_running_loop(), Link()
-        store = segment_store.store_of(loop)
-        assert segment_store.store_of(loop) is store
+        store = shared_memory.store_of(loop)
+        assert shared_memory.store_of(loop) is store
         assert isinstance(store, SegmentStore)
         store.attach(link)
         block = Block()
         block.add(torch.ones(100))
         copy = store.copy(block, lambda: True)
         assert copy is not None
-        assert segment_store.segment_counts()[0] == 1
+        assert shared_memory.segment_counts()[0] == 1
         store.detach(link)
         del block, copy
         await asyncio.sleep(0)
         assert len(store.memory.pool) == store.memory.pool.total == 0
-        assert segment_store.store_of(loop) is not store
-        segment_store._stores.clear()
+        assert shared_memory.store_of(loop) is not store
+        shared_memory._stores.clear()
 
     asyncio.run(main())

@@ -5,25 +5,25 @@ from typing import Any, NoReturn
 
 import pytest
 
-from aiorpc_torch._carrier import memory, segment_store
+from aiorpc_torch._carrier import memory, shared_memory
 
 
 def hold_copies(patch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """Return the list to which copies are added, in place of a thread that makes them."""
     found: list[Callable[[], None]] = []
-    patch.setattr(segment_store, "memory_threads", found.append)
+    patch.setattr(shared_memory, "memory_threads", found.append)
     return found
 
 
 def count_copies(patch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """Return the list to which copies are added that a thread makes."""
-    found, start = list[Callable[[], None]](), segment_store.memory_threads
+    found, start = list[Callable[[], None]](), shared_memory.memory_threads
 
     def count(copy: Callable[[], None]) -> None:
         found.append(copy)
         start(copy)
 
-    patch.setattr(segment_store, "memory_threads", count)
+    patch.setattr(shared_memory, "memory_threads", count)
     return found
 
 
@@ -33,7 +33,7 @@ def start_no_thread(patch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    patch.setattr(segment_store, "memory_threads", fail)
+    patch.setattr(shared_memory, "memory_threads", fail)
 
 
 def fail_writes(patch: pytest.MonkeyPatch) -> None:

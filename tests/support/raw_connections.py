@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from aiorpc_torch import _channel as channel, call
-from aiorpc_torch._aio.unix_sockets import connect_unix
+from aiorpc_torch._aio.sockets import connect_unix
 from aiorpc_torch._client import pool
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._peers.peers import Peer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aiorpc_torch import call
-from aiorpc_torch._carrier import segment_store
+from aiorpc_torch._carrier import shared_memory
 
 from .segment_files import mapped_segments, open_segments
 
@@ -71,7 +71,7 @@ class TensorShelf:
 
     async def stop_copying(self) -> None:
         """Let no later copy into a segment end that is made in a thread."""
-        segment_store.memory_threads = lambda job: None  # type: ignore[assignment]
+        shared_memory.memory_threads = lambda job: None  # type: ignore[assignment]
 
     def pid(self) -> int:
         """This process's."""

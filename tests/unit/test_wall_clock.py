@@ -11,7 +11,7 @@ WALL_CLOCK = re.compile(
     r"|CLOCK_REALTIME|\bdatetime\.(now|utcnow)\("
 )
 READERS = {
-    "_port/certificates.py": "certificates expire by it",
+    "_port/tls.py": "certificates expire by it",
     "observe/tracing.py": "spans are told by it",
 }
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from aiorpc_torch._aio.detach import detach_socket
+from aiorpc_torch._aio.sockets import detach_socket
 
 
 async def test_a_detached_socket_goes_on() -> None:

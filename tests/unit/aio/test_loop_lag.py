@@ -4,7 +4,8 @@ import asyncio
 import threading
 from typing import Any
 
-from aiorpc_torch._aio.loop_lag import LoopLag, stack_of_thread
+from aiorpc_torch._aio.loop_lag import LoopLag
+from aiorpc_torch._aio.places import stack_of_thread
 from aiorpc_torch._aio.tasks import warn_if_blocking
 
 

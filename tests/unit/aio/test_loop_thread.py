@@ -3,8 +3,7 @@
 import asyncio
 import threading
 
-from aiorpc_torch._aio.loop_thread import LoopThread
-from aiorpc_torch._aio.loops import call_soon
+from aiorpc_torch._aio.loops import LoopThread, call_soon
 
 SOON = 30.0
 

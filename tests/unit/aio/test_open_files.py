@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from aiorpc_torch._aio.open_files import FILES_OF_PEER, OTHER_FILES, allow_files
+from aiorpc_torch._aio.host import FILES_OF_PEER, OTHER_FILES, allow_files
 
 EVERY = resource.RLIM_INFINITY
 

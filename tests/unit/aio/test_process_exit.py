@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from aiorpc_torch._aio import process_exit
+from aiorpc_torch._aio import signals
 from tests.support.slack import SLACK
 
 # The module alone, without the package, which takes seconds to import torch.
@@ -51,7 +51,7 @@ atexit.register(print, "earlier", flush=True)
 def test_a_process_ends_beside_its_threads(end: str, code: int, error: str) -> None:
     """A thread in which C++ gives up hangs; it would have aborted the process, with code 134."""
     done = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM + end, process_exit.__file__],
+        [sys.executable, "-S", "-c", PROGRAM + end, signals.__file__],
         capture_output=True,
         text=True,
         timeout=60 + SLACK,
@@ -65,16 +65,16 @@ def test_a_process_ends_beside_its_threads(end: str, code: int, error: str) -> N
 
 def test_threads_of_the_library_are_found() -> None:
     """By their names, also those that are about to start."""
-    assert not process_exit.has_threads()
+    assert not signals.has_threads()
     release = threading.Event()
     threads = [
         threading.Thread(target=release.wait, name=name, daemon=True)
         for name in ("theirs", "aiorpc-def-0")
     ]
     threads[0].start()
-    assert not process_exit.has_threads()
+    assert not signals.has_threads()
     threads[1].start()
-    assert process_exit.has_threads()
+    assert signals.has_threads()
     release.set()
     for thread in threads:
         thread.join()

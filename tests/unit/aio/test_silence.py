@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from aiorpc_torch._aio.silence import (
+from aiorpc_torch._aio.flows import (
     LONGEST_SILENCE,
     end_when_silent,
     probe_when_idle,

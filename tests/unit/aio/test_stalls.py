@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._aio import stalls
+from aiorpc_torch._aio import loop_lag
+from aiorpc_torch._aio.loop_lag import LOOK_INTERVAL, LOOKS, StallWatch
 from aiorpc_torch._aio.places import is_at_lock
-from aiorpc_torch._aio.stalls import LOOK_INTERVAL, LOOKS, StallWatch
 
 
 class Lag:
@@ -126,8 +126,8 @@ def test_a_collective_is_named(
     """By the function of torch.distributed that the program has called; other code of torch not."""
     watched = Watched()
     code: Any = sys.modules[__name__].__file__
-    here = stalls.is_of_user
-    monkeypatch.setattr(stalls, "is_of_user", lambda file: file != code and here(file))
+    here = loop_lag.is_of_user
+    monkeypatch.setattr(loop_lag, "is_of_user", lambda file: file != code and here(file))
     inner = in_module("torch.nn.modules.module", "wait", watched.stall)
     collective = in_module("torch.distributed.distributed_c10d", "all_reduce", inner)
     in_module(
@@ -144,7 +144,7 @@ def test_a_collective_is_named(
 def test_places_are_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalls, "_MAX_PLACES", 1)
+    monkeypatch.setattr(loop_lag, "_MAX_PLACES", 1)
     watched = Watched()
     watched.stall()
     in_module("program", "other", watched.stall)()

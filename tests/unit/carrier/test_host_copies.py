@@ -8,7 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from aiorpc_torch._aio.segments import SegmentName
-from aiorpc_torch._carrier.host_copies import HostCopies, HostCopy
+from aiorpc_torch._carrier.host_copies import HostCopies, HostCopy, join
 
 NAME = SegmentName(1, 2, 3, 4)
 
@@ -43,12 +43,12 @@ class Host:
     """The transfers of one loop, with its next iteration at hand."""
 
     def __init__(self) -> None:
-        self.copies = HostCopies()
+        self.copies: HostCopies = {}
         self.soon: deque[Callable[[], None]] = deque()
 
     def join(self, key: str = "host") -> Member:
         member = Member()
-        member.copy = self.copies.join(key, None, self.soon.append)
+        member.copy = join(self.copies, key, None, self.soon.append)
         member.copy.add(member)
         return member
 
@@ -99,7 +99,7 @@ def test_a_transfer_alone_is_not_shared() -> None:
     members.append(host.join())
     host.start()
     assert states(members) == ["is sent", "is sent"]
-    assert not host.copies._copies
+    assert not host.copies
 
 
 def test_other_contents_and_hosts_have_other_transfers() -> None:
@@ -127,7 +127,7 @@ def test_none_joins_a_transfer_whose_message_is_not_wanted() -> None:
     leave(members[0])
     host.start()
     assert members[1].state == late.state == "is sent"
-    assert not host.copies._copies
+    assert not host.copies
 
 
 def test_a_receiver_without_a_segment() -> None:
@@ -143,7 +143,7 @@ def test_the_tensors_are_kept_until_none_can_join() -> None:
     """Another tensor would get their address, and their key."""
     host, keep = Host(), {1}
     freed = weakref.ref(keep)
-    copy = host.copies.join("host", keep, host.soon.append)
+    copy = join(host.copies, "host", keep, host.soon.append)
     for _ in range(2):
         copy.add(member := Member())
     host.start()
@@ -171,7 +171,7 @@ def test_all_are_lost_before_the_start() -> None:
         leave(each)
     host.start()
     assert states(members) == ["waits", "waits"]
-    assert not host.copies._copies
+    assert not host.copies
 
 
 class Transfers(RuleBasedStateMachine):
@@ -241,7 +241,7 @@ class Transfers(RuleBasedStateMachine):
                 self.map(0, True)
             self.held_memory_is_released_once()
         assert not self.of("waits", "is shared", "adopts", "is held")
-        assert not self.host.copies._copies
+        assert not self.host.copies
 
 
 Transfers.TestCase.settings = settings(max_examples=50, stateful_step_count=40)

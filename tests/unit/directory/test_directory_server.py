@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec import msgpack
 
-from aiorpc_torch._aio import acceptor
-from aiorpc_torch._aio.unix_sockets import listen_unix
+from aiorpc_torch._aio import sockets
+from aiorpc_torch._aio.sockets import listen_unix
 from aiorpc_torch._directory import directory_server
 from aiorpc_torch._directory.directory_messages import (
     AskMissing,
@@ -302,7 +302,7 @@ async def test_a_renewal_that_is_answered_after_the_lease(caplog: pytest.LogCapt
 
 def test_a_connection_that_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """For lack of descriptors, say: it waits, and is accepted later."""
-    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.01)
+    monkeypatch.setattr(sockets, "ACCEPT_RETRY", 0.01)
     accept: Callable[..., Any] = socket.socket.accept
     failures = [OSError(24, "Too many open files")]
 

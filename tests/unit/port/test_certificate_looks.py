@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._port import certificates
+from aiorpc_torch._port import tls as module
 from tests.support.certificates import Authority
 
 from .test_certificates import SOON, authority, folder, names_shown, tls_in
@@ -18,8 +18,8 @@ __all__ = ["authority", "folder"]
 
 @pytest.fixture(autouse=True)
 def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "LOOK_INTERVAL", 0.0)
-    monkeypatch.setattr(certificates, "LOOK_TIMEOUT", SOON)
+    monkeypatch.setattr(module, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(module, "LOOK_TIMEOUT", SOON)
 
 
 def test_files_that_are_being_written(
@@ -32,17 +32,17 @@ def test_files_that_are_being_written(
     tls, other = tls_in(folder), authority.tls("other")
     cert, key, _ = authority.files("second")
     shutil.copy(cert, folder / "cert")
-    of, reads = certificates.Loaded.of, list[bool]()
+    loaded, reads = module.Loaded, list[bool]()
 
-    def load(files: certificates.Files) -> certificates.Loaded:
+    def load(files: module.Files) -> module.Loaded:
         try:
-            return of(files)
+            return loaded(files)
         finally:
             if not reads:
                 shutil.copy(key, folder / "key")
             reads.append(True)
 
-    monkeypatch.setattr(certificates.Loaded, "of", load)
+    monkeypatch.setattr(module, "Loaded", load)
     assert names_shown(tls, other) == ("first", "other")
     assert names_shown(tls, other) == ("second", "other")
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
@@ -53,9 +53,9 @@ def test_files_are_not_read_for_each_connection(
 ) -> None:
     tls, looks = tls_in(folder), list[object]()
     tls.check()
-    monkeypatch.setattr(certificates, "LOOK_INTERVAL", SOON)
-    monkeypatch.setattr(certificates, "_stamp", lambda files: looks.append(files) or ())
-    monkeypatch.setattr(certificates.Certificate, "_seen", (), raising=False)
+    monkeypatch.setattr(module, "LOOK_INTERVAL", SOON)
+    monkeypatch.setattr(module, "_stamp", lambda files: looks.append(files) or ())
+    monkeypatch.setattr(module.Certificate, "_seen", (), raising=False)
     for _ in range(3):
         assert tls.client is tls.client
     assert len(looks) <= 2
@@ -68,14 +68,14 @@ def test_a_file_system_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch)
     client, answers = tls.client, threading.Event()
     looks, begun = list[object](), threading.Event()
 
-    def hang(files: certificates.Files) -> tuple[object, ...]:
+    def hang(files: module.Files) -> tuple[object, ...]:
         looks.append(files)
         begun.set()
         assert answers.wait(SOON)
         return ()
 
-    monkeypatch.setattr(certificates, "_stamp", hang)
-    monkeypatch.setattr(certificates, "LOOK_TIMEOUT", 0.1)
+    monkeypatch.setattr(module, "_stamp", hang)
+    monkeypatch.setattr(module, "LOOK_TIMEOUT", 0.1)
     begin = time.monotonic()
     for _ in range(100):
         assert tls.client is client

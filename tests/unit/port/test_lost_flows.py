@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._port import accepted_relays, port as port_module, tunnels as tunnels_module
+from aiorpc_torch._port import port as port_module, relay as relay_module, tunnels as tunnels_module
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import TORCH, preface
 from aiorpc_torch._port.relay import Relay
@@ -252,17 +252,17 @@ async def test_another_process_at_the_port(tls: Tls | None) -> None:
 
 async def test_connections_without_a_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are only so many, for so long; the oldest ends first."""
-    monkeypatch.setattr(accepted_relays, "END_SILENCE", 0.0)
+    monkeypatch.setattr(relay_module, "END_SILENCE", 0.0)
     monkeypatch.setattr(tunnels_module, "TORCH_SILENCE", 0.0)
     monkeypatch.setattr(tunnels_module, "REFUSAL_TIMEOUT", 0.0)
     async with ends(None) as made:
-        made.far._relays._without_flow._limit = 2
+        made.far.relays._without_flow._limit = 2
         pairs = [await made.connect() for _ in range(4)]
         made.proxy.refuses = True
         made.proxy.lose(0, 1)  # neither end closes it in order for the other one
         for near, _ in pairs:
             assert await read(near, 1) == b""
-        relays = made.far._relays
+        relays = made.far.relays
         async with asyncio.timeout(SOON):
             while len(relays._without_flow) != len(relays._all):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -278,7 +278,7 @@ async def test_connections_without_a_flow(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_the_end_of_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The acceptor waits for no flow for long, if the last one was closed in order."""
-    monkeypatch.setattr(accepted_relays, "END_SILENCE", 0.0)
+    monkeypatch.setattr(relay_module, "END_SILENCE", 0.0)
     async with ends(None) as made:
         near, far = await made.connect()
         made.proxy.refuses = True
@@ -362,7 +362,7 @@ async def test_an_opening_that_cannot_be() -> None:
         with stranger:
             stranger.sendall(preface(TORCH) + format_opening(bytes(16), 5, is_new=True))
             assert await read(stranger, 1) == b""
-        assert not made.far._relays._all
+        assert not made.far.relays._all
         assert not select.select([made._listening], [], [], 0.0)[0]
 
 
@@ -385,7 +385,7 @@ async def test_heartbeats_that_differ() -> None:
 
 async def test_connections_from_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """They end once that is known."""
-    monkeypatch.setattr(accepted_relays, "END_SILENCE", 3 * SOON)
+    monkeypatch.setattr(relay_module, "END_SILENCE", 3 * SOON)
     async with ends(None) as made:
         near, far = await made.connect()
         made.proxy.refuses = True
@@ -394,7 +394,7 @@ async def test_connections_from_a_process_that_has_ended(monkeypatch: pytest.Mon
             tunnels.open("w0", made.near.endpoint, "uv://127.0.0.1:1")
             async with asyncio.timeout(SOON):
                 made.proxy.reset()
-                while not len(made.far._relays._without_flow):  # noqa: ASYNC110
+                while not len(made.far.relays._without_flow):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             tunnels.close("w0")
             assert await read(far, 1) == b""
@@ -413,4 +413,4 @@ async def test_nothing_is_left(tls: Tls | None) -> None:
                 while len(os.listdir("/proc/self/fd")) > before:
                     gc.collect()
                     await asyncio.sleep(0.05)
-            assert len(made.far._relays._all) == 1
+            assert len(made.far.relays._all) == 1

@@ -10,9 +10,7 @@ from aiorpc_torch._port.sequence import (
     OPENING,
     TICKS,
     Sequence,
-    format_count,
     format_opening,
-    read_count,
     read_opening,
 )
 
@@ -198,5 +196,4 @@ def test_openings(identity: bytes, number: int, is_new: bool) -> None:
             read_opening(opening)
     else:
         assert read_opening(opening) == (identity, is_new, number)
-    assert read_count(format_count(number)) == number
-    assert len(format_count(number)) == COUNT
+    assert COUNT.unpack(COUNT.pack(number)) == (number,)

@@ -44,7 +44,7 @@ async def test_bytes_arrive(tmp_path: Path) -> None:
 
         async def send(end: TlsStream) -> None:
             await end.send(data)
-            end.end()
+            end.sock.shutdown(socket.SHUT_WR)
 
         one, other, *_ = await asyncio.gather(*map(receive, ends), *map(send, ends))
         assert one == other == data

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._aio import acceptor
+from aiorpc_torch._aio import sockets
 from aiorpc_torch._peers.peers import Peer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import CALLS, preface, server_name
@@ -129,7 +129,7 @@ async def test_accepted_once_there_are_descriptors_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop is not kept busy meanwhile: one line tells of it for each try."""
-    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.5)  # longer than 20 iterations of the loop
+    monkeypatch.setattr(sockets, "ACCEPT_RETRY", 0.5)  # longer than 20 iterations of the loop
     listening = listen()
     dialled = dial(listening)
     with without_descriptors():

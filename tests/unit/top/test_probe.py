@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aiorpc_torch._aio.unix_sockets import BACKLOG, connect_unix, listen_unix
+from aiorpc_torch._aio.sockets import BACKLOG, connect_unix, listen_unix
 from aiorpc_torch._inspection.snapshot_socket import PREFIX
 from aiorpc_torch._top import probe
 from aiorpc_torch._top.probe import Prober, Sample, listening

@@ -127,7 +127,7 @@ async def test_a_certificate_that_is_not_read(
 ) -> None:
     """Of the environment, or of etcd's URL."""
     from aiorpc_torch._directory import etcd_place
-    from aiorpc_torch._port import certificates
+    from aiorpc_torch._port import tls
 
     url = f"file://{tmp_path}/world"
     files = [str(tmp_path / name) for name in ("cert", "key", "ca")]
@@ -137,8 +137,8 @@ async def test_a_certificate_that_is_not_read(
     else:
         for name, file in zip(("CERT", "KEY", "CA"), files, strict=True):
             monkeypatch.setenv(f"AIORPC_TORCH_TLS_{name}", file)
-        slow = place._slow(certificates.read_regular)
-        monkeypatch.setattr(certificates, "read_regular", slow)
+        slow = place._slow(tls.read_regular)
+        monkeypatch.setattr(tls, "read_regular", slow)
     place.hang()
     async with asyncio.timeout(QUICK):
         with pytest.raises(WorldTimeout, match=r"(ca=|tls: ).* does not answer"):
