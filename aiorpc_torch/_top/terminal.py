@@ -10,8 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from .model import History, Row, by_world, nobody
 from .probe import Prober
@@ -54,7 +53,12 @@ def _show_once(svg: str | None, pid: int | None) -> int:
     if not rows:  # what is printed is valid, and empty
         sys.stderr.write(f"{nobody(pid)}\n")
     if svg is None:
-        sys.stdout.write(json.dumps(report(rows, found), indent=1) + "\n")
+        worlds = {
+            world: [dataclasses.asdict(row) for row in of_world]
+            for world, of_world in by_world(rows).items()
+        }
+        report = {"worlds": worlds, "verdicts": [dataclasses.asdict(each) for each in found]}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return 0
     from .view import save
 
@@ -80,17 +84,6 @@ def look(pid: int | None = None) -> tuple[list[Row], list[Verdict]]:
             history.add(prober.sample())
     rows = history.rows(pid)
     return rows, verdicts(history, rows)
-
-
-def report(rows: Sequence[Row], found: Sequence[Verdict]) -> dict[str, Any]:
-    """Return rows and verdicts as JSON has them."""
-    return {
-        "worlds": {
-            world: [dataclasses.asdict(row) for row in of_world]
-            for world, of_world in by_world(rows).items()
-        },
-        "verdicts": [dataclasses.asdict(each) for each in found],
-    }
 
 
 def _show(prober: Prober, pid: int | None) -> None:

@@ -69,14 +69,10 @@ def _of_state(row: Row) -> Iterator[Verdict]:
         text = f"has not answered for {seconds(row.silent)}: C code keeps the GIL, or it has no CPU"
         yield Verdict("silent", row.world, row.name, text)
     elif row.state == "blocked":
-        place = f" ({_place(row.stack[0])})" if row.stack else ""
-        text = f"loop blocked for over {seconds(row.blocked)} in {row.function}{place}"
+        text = f"loop blocked for over {seconds(row.blocked)} in {row.function}"
+        if row.stack:  # its file, without the folders, and its line
+            text += f" ({row.stack[0].partition(' in ')[0].rpartition('/')[2]})"
         yield Verdict("blocked", row.world, row.name, text, row.function)
-
-
-def _place(frame: str) -> str:
-    """Return the file, without its folders, and the line of a frame's text."""
-    return frame.partition(" in ")[0].rpartition("/")[2]
 
 
 def _held(row: Row, track: Track) -> Iterator[Verdict]:

@@ -31,7 +31,7 @@ async def watched_ends() -> AsyncIterator[tuple[Any, str, threading.Thread]]:
     async with two_ends() as ends:
         before, known = listening(), threads()
         with offered(ends.far, "unix://abc"):
-            [name] = [each for each in listening() - before if each.endswith("-far")]
+            [name] = [each for each in listening().keys() - before if each.endswith("-far")]
             [thread] = [each for each in threads() if each not in known]
             yield ends, name, thread
         assert not thread.is_alive()
@@ -73,7 +73,7 @@ async def test_where_its_calls_stand() -> None:
     async with two_ends() as ends:
         before = listening()
         with offered(ends.near, "unix://abc"):
-            [name] = [each for each in listening() - before if each.endswith("-near")]
+            [name] = [each for each in listening().keys() - before if each.endswith("-near")]
             assert (await asyncio.to_thread(ask, name, b"detail\n"))["where"] == []
             calling = asyncio.ensure_future(call("far", gated, 1))
             await ends.gate.wait_for()
