@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from .._aio.loop_lag import LoopLag, stack_of_thread
@@ -19,11 +18,10 @@ from .._node.node import Node
 from .._server.calls import ServerCall
 from .._server.timings import timings
 from .._version import __version__
-from ..errors import RpcError, WorkerLost
-from .counters import stats
+from ..errors import WorkerLost
+from .calls_in_flight import where_of
+from .counters import gpu_use, stats
 from .dump import stack_of
-from .gpus import gpu_use
-from .where import where_of
 
 OLDEST = 8  # calls of each connection in a snapshot
 OLDEST_IN_DETAIL = 50
@@ -55,25 +53,30 @@ def take(node: Node, world: str, lag: LoopLag, thread: int, *, detail: bool) -> 
         "coordinator": members.coordinator,
         "restarts": members.restarts,
         "gpus": gpu_use(),
-        "lost": {name: _reason(error) for name, error in members.lost().items()},
+        "lost": {
+            name: (error.reason if isinstance(error, WorkerLost) else str(error))[:MOST_TEXT]
+            for name, error in members.lost().items()
+        },
         "left": [name for name, failure in members.told().items() if not failure],
         "stats": dataclasses.asdict(stats()),
         "timings": timings.snapshot(),
         "slow_steps": slow_steps.counts(),
         "waits": _waits(node),
-        "serving": _serving(node.server.open_calls(OLDEST), OLDEST),
-        "loop": _loop(lag, thread),
+        "serving": [_describe(call) for call in _oldest(node, OLDEST)],
+        "loop": {"lag": lag.longest(LAG_WINDOW), "blocked": 0.0},
     }
+    if lag.blocked_for() >= BLOCKED and (stack := stack_of_thread(thread)) is not None:
+        found["loop"] |= {"function": stack.function, "stack": [*stack.frames]}
+        found["loop"]["blocked"] = lag.blocked_for()  # 0.0 if the loop went on meanwhile
     if detail:
-        found["calls"] = _with_stacks(node.server.open_calls(OLDEST_IN_DETAIL))
+        found["calls"] = []
+        for call in _oldest(node, OLDEST_IN_DETAIL):
+            frames = () if call.task is None else stack_of(call.task.get_coro())
+            stack_of_call = [line.strip() for line in frames]
+            found["calls"].append({**_describe(call), "stack": stack_of_call})
         found["threads"] = _threads()
         found["where"] = [] if lag.blocked_for() >= BLOCKED else _where(node)
     return found
-
-
-def _reason(error: RpcError) -> str:
-    text = error.reason if isinstance(error, WorkerLost) else str(error)
-    return text[:MOST_TEXT]
 
 
 def _waits(node: Node) -> list[dict[str, Any]]:
@@ -85,32 +88,15 @@ def _waits(node: Node) -> list[dict[str, Any]]:
     return found
 
 
-def _serving(calls: Iterable[ServerCall], most: int) -> list[dict[str, Any]]:
-    oldest = sorted(calls, key=lambda call: call.started)[:most]
-    return [_describe(call) for call in oldest]
+def _oldest(node: Node, most: int) -> list[ServerCall]:
+    """Return the oldest calls that run here."""
+    return sorted(node.server.open_calls(most), key=lambda call: call.started)[:most]
 
 
 def _describe(call: ServerCall) -> dict[str, Any]:
     age = max(0.0, time.monotonic() - call.started)
     stream = not getattr(call, "sends_value", True)
     return {"method": call.name, "worker": call.caller, "age": age, "stream": stream}
-
-
-def _with_stacks(calls: Iterable[ServerCall]) -> list[dict[str, Any]]:
-    found = []
-    for call in sorted(calls, key=lambda call: call.started)[:OLDEST_IN_DETAIL]:
-        task = call.task
-        stack = [] if task is None else [line.strip() for line in stack_of(task.get_coro())]
-        found.append({**_describe(call), "stack": stack})
-    return found
-
-
-def _loop(lag: LoopLag, thread: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"lag": lag.longest(LAG_WINDOW), "blocked": 0.0}
-    if lag.blocked_for() >= BLOCKED and (stack := stack_of_thread(thread)) is not None:
-        found |= {"function": stack.function, "stack": [*stack.frames]}
-        found["blocked"] = lag.blocked_for()  # 0.0 if the loop went on meanwhile
-    return found
 
 
 def _where(node: Node) -> list[str]:

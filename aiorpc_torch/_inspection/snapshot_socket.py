@@ -16,8 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from .._aio.fork import close_on_fork
 from .._aio.loop_lag import LoopLag
@@ -127,7 +126,12 @@ class Watched:
             return
         self._watched_until = time.monotonic() + QUIET
         self._measure()
-        viewer.sendall(_encoded(functools.partial(self._take, detail=b"detail" in request)))
+        try:
+            text = json.dumps(self._take(detail=b"detail" in request), default=str)
+        except Exception as exc:  # that must not hide the worker
+            log.debug("a snapshot failed: %r", exc)
+            text = json.dumps({"error": repr(exc)})
+        viewer.sendall(f"{text}\n".encode())
 
     def _measure(self) -> None:
         """Look at the event loop, rarely if no viewer has asked for a while."""
@@ -147,13 +151,3 @@ class Watched:
         """Let `accept` wait so long. With a timeout of Python's, `close` would not wake it."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
-def _encoded(take: Callable[[], Any]) -> bytes:
-    """Return a snapshot as a line of JSON, or its failure: that must not hide the worker."""
-    try:
-        text = json.dumps(take(), default=str)
-    except Exception as exc:
-        log.debug("a snapshot failed: %r", exc)
-        text = json.dumps({"error": repr(exc)})
-    return f"{text}\n".encode()

@@ -12,9 +12,8 @@ The modules of this package are written on its own names and those of `aiorpc_to
 from .._batching.stats import BatchStats
 from .._context.interception import CallInfo, Interceptor, intercept
 from .._context.propagation import propagate
-from .._inspection.calls_in_flight import PendingCall, pending
+from .._inspection.calls_in_flight import PendingCall, pending, where
 from .._inspection.counters import Stats, stats
-from .._inspection.where import where
 from .._names import show_as as _show_as
 
 _OF_OTHERS = (

@@ -2,7 +2,7 @@
 
 import threading
 
-from aiorpc_torch.observe.histograms import OTHER, Counts, Histogram, NameLimit
+from aiorpc_torch.observe.recorder import OTHER, Counts, Histogram, NameLimit
 
 
 def test_values_are_counted_in_buckets() -> None:
