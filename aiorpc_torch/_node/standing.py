@@ -12,7 +12,7 @@ from .._aio.loops import call_soon, run_on_loop
 from .._client.call import RemoteCall
 from .._client.pool import Outgoing
 from .._client.stream_reader import StreamReader
-from .._endpoint.standing import block_of
+from .._endpoint.answers import block_of
 from .._server.session import Session
 from .._server.standing import MOST_HOLDERS, Subject, View
 from .._wire.frames import WHERE

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._endpoint import names, pauses, standing
+from .._endpoint.answers import block_of, pause_object, settle_pause
+from .._endpoint.names import take_state, watch_name, watch_state
 from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (
@@ -26,7 +27,11 @@ from .._wire.targets import (
 from .._wire.wire_targets import BOUND, MAKE, NamedTarget, read_named
 from ..errors import NotExported
 
-ALWAYS_EXPORTED = *names.ALWAYS_EXPORTED, *pauses.ALWAYS_EXPORTED, *standing.ALWAYS_EXPORTED
+ALWAYS_EXPORTED = (
+    *(watch_name, watch_state, take_state),  # called by `lookup` and `members`
+    *(pause_object, settle_pause),  # by `paused`
+    block_of,  # by answers where calls stand
+)
 
 Export = Callable[..., Any] | str
 """A class, a function, or the name of a module, which includes its submodules."""

@@ -21,8 +21,7 @@ from .._aio.tasks import detach_task
 from .._context.interception import is_needed
 from .._context.recording import record_of_torch_context
 from .._endpoint.entry_points import completed_future
-from .._endpoint.name_table import NameTable
-from .._endpoint.names import ALWAYS, FOR_AN_ITEM, WAITS
+from .._endpoint.names import ALWAYS, FOR_AN_ITEM, WAITS, NameTable
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers
 from .._port.port import Port
