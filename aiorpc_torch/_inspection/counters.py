@@ -62,7 +62,7 @@ def stats() -> Stats:
     """
     served = running = held = 0
     if (server := entry_points.serving()) is not None:
-        served, running, held = server.tally()
+        served, running, held = server.sessions.tally()
     connections = pool.find_current()
     sent = connections.counters() if connections else {}
     segments, size = segment_counts()

@@ -76,7 +76,8 @@ class Answers:
 
     def _tracing(self) -> "Tracing":
         server, pool = self._worker.server, self._worker.pool
-        return Tracing(server.view(), pool.outgoing(), server.name)
+        view = View(server.name, server.open_calls(), server.executor)
+        return Tracing(view, pool.outgoing(), server.name)
 
 
 class Tracing:

@@ -76,7 +76,6 @@ class Listener:
         If the worker has one port for all purposes, that one is used in place of a port of `host`.
         """
         self._me = me
-        self._port = port
         self._proofs: SocketProofs | None = None
         self._handed: deque[_Handed] = deque()
         self._accept = accept
@@ -88,19 +87,21 @@ class Listener:
         self._credentials: dict[bytes, Credentials] = {}
         self._unproven = Strangers(MAX_UNPROVEN)
         try:
-            self.addresses = self._listen(host)
+            name = f"aiorpc-{secrets.token_hex(16)}"
+            self._acceptor.add(listen_unix(name))
+            tcp = None
+            if port is not None:
+                port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open))
+                if port.tls is not None:
+                    self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
+                    port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
+                tcp = port.host, port.number
+            elif host is not None:
+                tcp = self._listen_tcp(host)
+            self.addresses = Addresses(network_namespace(), name, tcp)
         except BaseException:
             self.close()
             raise
-
-    def _listen(self, host: str | None) -> Addresses:
-        name = f"aiorpc-{secrets.token_hex(16)}"
-        self._acceptor.add(listen_unix(name))
-        if self._port is not None:
-            self._serve_at(self._port)
-            return Addresses(network_namespace(), name, (self._port.host, self._port.number))
-        tcp = None if host is None else self._listen_tcp(host)
-        return Addresses(network_namespace(), name, tcp)
 
     def _listen_tcp(self, host: str) -> tuple[str, int]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -112,13 +113,6 @@ class Listener:
         """Listen on a TCP port of `host` from now on, unless this worker listens on one."""
         if self.addresses.tcp is None and not self._is_closed:
             self.addresses = replace(self.addresses, tcp=self._listen_tcp(host))
-
-    def _serve_at(self, port: Port) -> None:
-        """Take connections at the worker's one port."""
-        port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open))
-        if port.tls is not None:
-            self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
-            port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
 
     def _hand_over(
         self, take: Callable[..., object], accepted: socket.socket, *settings: ssl.SSLContext
@@ -177,9 +171,10 @@ class Listener:
             caller.credentials = None
             del self._credentials[known.key]
 
-    def find(self, key: bytes) -> Credentials | None:
-        """Return the credentials with that key, None if there are none."""
-        return self._credentials.get(key)
+    def proven(self, hello: Hello, nonce: bytes) -> Credentials | None:
+        """Return the credentials of a caller, None if it has not proven that it has them."""
+        found = self._credentials.get(hello.key)
+        return found if found is not None and hello.is_proven(found, nonce) else None
 
     def close(self) -> None:
         """Stop listening, and close the connections that are not authenticated."""
@@ -190,26 +185,14 @@ class Listener:
         if self._proofs is not None:
             self._proofs.close()
 
-    def add_unproven(self, unproven: "_Unproven") -> None:
-        """Add an unauthenticated connection; one that comes after `close` is closed."""
-        if self._is_closed:
-            unproven.refuse(LEFT)
-        else:
-            self._unproven.add(unproven, unproven.host, unproven.refuse)
-
-    def remove_unproven(self, unproven: "_Unproven") -> None:
-        """Remove a connection that is authenticated or closed."""
-        self._unproven.remove(unproven)
-
     def _on_tensor_socket(self, sock: socket.socket, hello: Hello, nonce: bytes) -> None:
         """Answer the proof of a caller that has connected a socket for tensors by TLS."""
-        credentials = self.find(hello.key)
+        credentials = self.proven(hello, nonce)
         _, purpose = read_number(hello.connection)
-        is_proven = credentials is not None and hello.is_proven(credentials, nonce)
-        if credentials is None or not is_proven or purpose == CALLS or self._is_closed:
+        if credentials is None or purpose == CALLS or self._is_closed:
             sock.close()
-            return
-        self._take_socket(sock, credentials, hello, nonce)
+        else:
+            self._take_socket(sock, credentials, hello, nonce)
 
     def start_session(
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
@@ -237,14 +220,9 @@ class Listener:
 
 
 class _Unproven(asyncio.BufferedProtocol):
-    """A connection until its caller is authenticated.
-
-    Attributes:
-        host: IP address of the caller, "" for this network namespace.
-    """
+    """A connection until its caller is authenticated."""
 
     def __init__(self, listener: Listener) -> None:
-        self.host = ""
         self._listener = listener
         self._buffer = bytearray(HELLO)
         self._size = 0
@@ -256,15 +234,18 @@ class _Unproven(asyncio.BufferedProtocol):
         opened = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._transport = opened
         peer = opened.get_extra_info("socket")
-        if peer.family != socket.AF_UNIX:
-            self.host = host_of(peer)
-        elif not is_same_user(peer):
+        is_unix = peer.family == socket.AF_UNIX
+        if is_unix and not is_same_user(peer):
             opened.abort()
             return
         close_on_fork(opened)
         self._timer = asyncio.get_running_loop().call_later(PROOF_TIMEOUT, self.refuse, "no proof")
         opened.write(self._nonce)
-        self._listener.add_unproven(self)
+        if self._listener._is_closed:
+            self.refuse(LEFT)
+        else:
+            host = "" if is_unix else host_of(peer)
+            self._listener._unproven.add(self, host, self.refuse)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._size :]
@@ -278,8 +259,7 @@ class _Unproven(asyncio.BufferedProtocol):
         except ValueError as exc:
             self.refuse(str(exc))
             return
-        credentials = self._listener.find(hello.key)
-        if credentials is None or not hello.is_proven(credentials, self._nonce):
+        if (credentials := self._listener.proven(hello, self._nonce)) is None:
             self.refuse("a wrong proof")
             return
         self._end_handshake()
@@ -300,4 +280,4 @@ class _Unproven(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._listener.remove_unproven(self)
+        self._listener._unproven.remove(self)

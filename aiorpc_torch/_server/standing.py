@@ -51,31 +51,22 @@ _PAUSE = "pause_object"  # the call of `paused`
 
 @dataclass
 class Subject:
-    """A call, batch or task that has not ended.
+    """A call, batch or task that has not ended."""
 
-    Attributes:
-        key: identifier over all workers.
-        name, caller, age: as in `Standing`.
-        state, lines, inside: where it stands.
-        call_key: the key that the contexts of the calls have which it has made.
-        futures: those that it waits for.
-        awaits: which of the calls that it has made it waits for: those of `futures` (None), all
-            (True), or perhaps all, if none is of `futures` (False).
-        is_entered: whether it is a context manager that its caller's `async with` has entered.
-        holders: what it waits for here: the reason, whether that is certain, and what has it.
-    """
-
-    key: Key
-    name: str
+    key: Key  # identifier over all workers
+    name: str  # this, caller and age: as in `Standing`
     caller: str
     age: float
-    state: str = "waits"
+    state: str = "waits"  # this, lines and inside: where it stands
     lines: Sequence[Line] = ()
     inside: str = ""
-    call_key: CallKey | None = None
-    futures: Sequence[Any] = ()
+    call_key: CallKey | None = None  # that the contexts of the calls have which it has made
+    futures: Sequence[Any] = ()  # those that it waits for
+    # Which of the calls that it has made it waits for: those of `futures` (None), all (True), or
+    # perhaps all, if none is of `futures` (False).
     awaits: bool | None = None
-    is_entered: bool = False
+    is_entered: bool = False  # a context manager that its caller's `async with` has entered
+    # What it waits for here: the reason, whether that is certain, and what has it.
     holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
 
     def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> CallNode:
@@ -146,7 +137,11 @@ class View:
         leave: Any = getattr(call.leave_queue, "__self__", None)
         turn = getattr(call, "turn", None)
         if isinstance(call.leave_queue, functools.partial):
-            found.state = self._of_pause(call.leave_queue)
+            if isinstance(getattr(call.leave_queue.func, "__self__", None), PauseQueue):
+                callers = {each.caller for each in self._calls if each.function.__name__ == _PAUSE}
+                names = ", ".join(repr(each) for each in sorted(callers))
+                by = f", by worker {names}" if names else ""
+                found.state = f"waits: its object is paused{by}"
         elif turn is not None and leave is turn:
             self._wait_for_turn(found, turn)
         elif hasattr(leave, "batch"):
@@ -165,13 +160,6 @@ class View:
             count = len(self._executor.in_threads)
             found.state = f"waits for a thread: {count} plain `def`s run (`threads=` of the worker)"
 
-    def _of_pause(self, leave: "functools.partial[Any]") -> str:
-        if not isinstance(getattr(leave.func, "__self__", None), PauseQueue):
-            return "waits"
-        callers = {each.caller for each in self._calls if each.function.__name__ == _PAUSE}
-        names = ", ".join(repr(each) for each in sorted(callers))
-        return f"waits: its object is paused{f', by worker {names}' if names else ''}"
-
     # ── turns ───────────────────────────────────────────────────────────────────────────────────
 
     def _wait_for_turn(self, found: Subject, turn: Turn) -> None:
@@ -188,13 +176,15 @@ class View:
         """Describe a call in a batch, or in the queue of one."""
         if (batch := queued.batch()) is None:
             found.state = printable(queued.queue.why_waiting())
-            for each in queued.queue.running():
-                found.holders.append((BEHIND_BATCH, False, self.of_batch(each, found.name)))
+            found.holders += self._running_batches(queued.queue, found.name)
             return
         whole = self.of_batch(batch, found.name)
         found.state = f"is in a batch, which {whole.state}"
         found.lines, found.inside, found.holders = whole.lines, whole.inside, whole.holders
         found.call_key, found.futures, found.awaits = whole.call_key, whole.futures, whole.awaits
+
+    def _running_batches(self, queue: Any, name: str) -> list[tuple[str, bool, Subject]]:
+        return [(BEHIND_BATCH, False, self.of_batch(each, name)) for each in queue.running()]
 
     def of_batch(self, batch: Any, name: str) -> Subject:
         """Return the subject of a batch that runs."""
@@ -236,13 +226,21 @@ class View:
             elif _is_entered(chain):
                 found.state = f"is held by an `async with` of worker {found.caller!r}"
                 found.is_entered = True
-            elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
-                found.holders += self._batches_before(queued)
+            elif hasattr(getattr(chain.future, "call", None), "batch"):
+                queued: Any = chain.future.call
+                name = queued.queue.name
+                if (batch := queued.batch()) is None:
+                    found.holders += self._running_batches(queued.queue, name)
+                else:
+                    found.holders.append((BEHIND_BATCH, True, self.of_batch(batch, name)))
             elif (frame := self._thread_of(chain)) is not None:
                 self._describe_thread(found, frame, whose)
                 found.lines = [*own, *found.lines]
-            elif len(chains) == 1 and _is_unknown(chain):
-                found.awaits = False
+            elif len(chains) == 1:
+                # It waits in code of this library, or for a future of unknown origin.
+                last = chain.frames[-1] if chain.frames else None
+                if last is None or last.f_code.co_qualname not in _SETTLED:
+                    found.awaits = False
 
     def _chains_of(self, task: "asyncio.Task[Any]") -> Sequence[Chain]:
         if task is self._own_task:  # its frames have this view, so they would keep each other
@@ -250,13 +248,6 @@ class View:
         if (known := self._chains.get(task)) is None:
             known = self._chains[task] = [_with_manager(each) for each in chains_of(task)]
         return known
-
-    def _batches_before(self, queued: Any) -> list[tuple[str, bool, Subject]]:
-        """Return what a coroutine of this worker waits for that calls a batched function."""
-        batch, name = queued.batch(), queued.queue.name
-        if batch is not None:
-            return [(BEHIND_BATCH, True, self.of_batch(batch, name))]
-        return [(BEHIND_BATCH, False, self.of_batch(each, name)) for each in queued.queue.running()]
 
     # ── locks of asyncio ────────────────────────────────────────────────────────────────────────
 
@@ -267,12 +258,11 @@ class View:
             known = [*itertools.islice(self._holders_of(lock), MOST_HOLDERS)]
             self._lock_holders[id(lock)] = known
         is_one = isinstance(lock, asyncio.Lock)
-        found.holders += [(LOCK, is_one, self._of(each)) for each in known]
+        for each in known:
+            holder = self.of_task(each) if isinstance(each, asyncio.Task) else self.of_call(each)
+            found.holders.append((LOCK, is_one, holder))
         if not known and isinstance(whose, ServerCall):
             found.holders += self._guessed_holders(whose)
-
-    def _of(self, holder: "ServerCall | asyncio.Task[Any]") -> Subject:
-        return self.of_task(holder) if isinstance(holder, asyncio.Task) else self.of_call(holder)
 
     def _holders_of(self, lock: Any) -> "Iterator[ServerCall | asyncio.Task[Any]]":
         seen: set[asyncio.Task[Any]] = set()
@@ -287,23 +277,25 @@ class View:
                 yield task
 
     def _guessed_holders(self, call: ServerCall) -> list[tuple[str, bool, Subject]]:
-        """Return what may have the lock that a call waits for."""
-        others = itertools.islice(self._of_same_object(call), MOST_HOLDERS)
-        return [(LOCK, False, each) for each in others]
+        """Return what may have the lock that a call waits for.
 
-    def _of_same_object(self, call: ServerCall) -> Iterator[Subject]:
-        """Yield the other calls of an object that run, and wait for no lock."""
-        if (instance := object_of(call)) is None:
-            return
-        for each in self._calls[:MOST_SEARCHED]:
-            if each is not call and object_of(each) is instance and not self._is_at_lock(each):
-                yield self.of_call(each)
-
-    def _is_at_lock(self, call: ServerCall) -> bool:
-        if call.task is not None:
-            return any(awaited_lock(each) is not None for each in self._chains_of(call.task))
-        frame = self._threads.get(call)
-        return frame is None or is_at_lock(frame)
+        That is any other call of its object that runs, and waits for no lock.
+        """
+        found: list[tuple[str, bool, Subject]] = []
+        instance = object_of(call)
+        for each in () if instance is None else self._calls[:MOST_SEARCHED]:
+            if each is call or object_of(each) is not instance:
+                continue
+            if each.task is not None:
+                waits = any(awaited_lock(chain) is not None for chain in self._chains_of(each.task))
+            else:
+                frame = self._threads.get(each)
+                waits = frame is None or is_at_lock(frame)
+            if not waits:
+                found.append((LOCK, False, self.of_call(each)))
+                if len(found) == MOST_HOLDERS:
+                    break
+        return found
 
     # ── streams without credit ──────────────────────────────────────────────────────────────────
 
@@ -344,8 +336,10 @@ class View:
             return None
         for frames in self._frames:
             for each in frames:
-                if each.f_code.co_qualname == work and _is_of(each.f_locals.get(name), value):
-                    return frames[0]
+                if each.f_code.co_qualname == work:
+                    found = each.f_locals.get(name)
+                    if found is value or getattr(found, "future", None) is value:
+                        return frames[0]
         return None
 
     def _describe_thread(self, found: Subject, frame: FrameType, whose: Any) -> None:
@@ -360,21 +354,10 @@ class View:
             found.holders += self._guessed_holders(whose)
 
 
-def _is_of(found: Any, value: Any) -> bool:
-    """Return whether a variable is `value`, or an executor's work whose future that is."""
-    return found is value or getattr(found, "future", None) is value
-
-
 _RUN = "run_in_method"
 _WORK = "run_in_thread.<locals>.work"
 _RUN_LOOP = "run_until_complete"
 _RUN_CALL = "Executor._run_in_thread", "Executor._submit_rest.<locals>.run"
-
-
-def _is_unknown(chain: Chain) -> bool:
-    """Return whether a task waits in code of this library or for a future of unknown origin."""
-    last = chain.frames[-1] if chain.frames else None
-    return last is None or last.f_code.co_qualname not in _SETTLED
 
 
 def _with_manager(chain: Chain) -> Chain:

@@ -21,16 +21,16 @@ async def ends() -> AsyncIterator[TwoEnds]:
 
 async def test_the_calls_that_it_counts(ends: TwoEnds) -> None:
     """Those of connections that have ended too."""
-    assert ends.server.tally() == (1, 0, 0)
+    assert ends.server.sessions.tally() == (1, 0, 0)
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
-    assert ends.server.tally() == (2, 1, 0)
+    assert ends.server.sessions.tally() == (2, 1, 0)
     ((method, caller, _),) = ends.server.running_calls(None)
     assert (method, caller) == ("gated", "near")
     ends.connection.abort()
     with pytest.raises(WorkerLost):
         await running
-    await until(lambda: ends.server.tally() == (2, 0, 0))
+    await until(lambda: ends.server.sessions.tally() == (2, 0, 0))
     assert not ends.server.sessions
 
 
