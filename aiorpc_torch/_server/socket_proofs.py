@@ -51,7 +51,17 @@ class SocketProofs:
                 self._received(*outcome)
 
         def work() -> None:
-            call_soon(self._loop, done, self._outcome(accepted))
+            accepted.settimeout(PROOF_TIMEOUT)
+            sock, nonce, outcome = accepted, new_nonce(), None
+            try:
+                sock = self._tls.server.wrap_socket(accepted, server_side=True)
+                sock.sendall(nonce)
+                outcome = sock, Hello.load(receive_exactly(sock, HELLO)), nonce
+            except (OSError, ValueError) as exc:
+                log.debug("refused a socket for tensors: %r", exc)
+                sock.close()
+                accepted.close()
+            call_soon(self._loop, done, outcome)
 
         try:
             threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
@@ -63,19 +73,6 @@ class SocketProofs:
     def close(self) -> None:
         """End all that wait."""
         self._strangers.close()
-
-    def _outcome(self, accepted: socket.socket) -> tuple[socket.socket, Hello, bytes] | None:
-        accepted.settimeout(PROOF_TIMEOUT)
-        sock, nonce = accepted, new_nonce()
-        try:
-            sock = self._tls.server.wrap_socket(accepted, server_side=True)
-            sock.sendall(nonce)
-            return sock, Hello.load(receive_exactly(sock, HELLO)), nonce
-        except (OSError, ValueError) as exc:
-            log.debug("refused a socket for tensors: %r", exc)
-            sock.close()
-            accepted.close()
-            return None
 
 
 def _shut_down(sock: socket.socket) -> None:

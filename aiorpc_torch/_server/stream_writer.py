@@ -103,12 +103,6 @@ class StreamCall(RpcCall):
             self._resume = resume
             return True
 
-    async def wait_for_credit(self) -> None:
-        """Wait until there is credit."""
-        while self._credit <= 0:
-            self._credit_added.clear()
-            await self._credit_added.wait()
-
     async def pump(self, value: Any) -> None:
         """Send the items of an async generator, then close it."""
         source = entered(value) if is_manager(value) else value
@@ -120,7 +114,9 @@ class StreamCall(RpcCall):
                 except StopAsyncIteration:
                     return
                 if not await self.send_from_loop(item):
-                    await self.wait_for_credit()
+                    while self._credit <= 0:
+                        self._credit_added.clear()
+                        await self._credit_added.wait()
         finally:
             close = getattr(source, "aclose", None)
             if close is not None:
