@@ -45,13 +45,14 @@ def pending() -> list[PendingCall]:
     calls of this function are not in the list.
     """
     now, connections, server = time.monotonic(), pool.find_current(), entry_points.serving()
-    outgoing = [] if connections is None else connections.pending_calls()
-    incoming = [] if server is None else server.running_calls(but=pending)
-    calls = [
-        PendingCall(method, worker, max(0.0, now - started), is_incoming)
-        for is_incoming, found in ((False, outgoing), (True, incoming))
-        for method, worker, started in found
-    ]
+    calls: list[PendingCall] = []
+    if connections is not None:
+        for method, worker, started in connections.pending_calls():
+            calls.append(PendingCall(method, worker, max(0.0, now - started), incoming=False))
+    for call in () if server is None else server.open_calls():
+        if call.function is not pending:
+            age = max(0.0, now - call.started)
+            calls.append(PendingCall(call.name, call.caller, age, incoming=True))
     return sorted(calls, key=lambda call: call.age, reverse=True)
 
 

@@ -179,14 +179,13 @@ def _guard_methods(cls: type) -> None:
         if _bind_of(function):
             continue
         # Inherited: by the order of inheritance, which may have another class between the two.
-        is_own = name in vars(cls)
-        bind = function.__get__ if is_own else functools.partial(_inherited, cls, name)
+        bind = function.__get__
+        if name not in vars(cls):
+            bind = functools.partial(
+                lambda name, instance: getattr(super(cls, instance), name), name
+            )
         if (guard := _guard_of(function, bind, turns_of)) is not None:
             setattr(cls, name, guard)
-
-
-def _inherited(cls: type, name: str, instance: Any) -> Any:
-    return getattr(super(cls, instance), name)
 
 
 def _guard_of(

@@ -6,10 +6,12 @@ limited. (tests/loopback/test_connections_internals.py)
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,9 +26,11 @@ from .._aio.loops import call_soon
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
 from .._channel import Channel
 from .._peers.peers import Peer
+from .._port.dialer import receive_exactly
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
 from .._port.strangers import LEFT, Strangers, host_of
+from .._port.tls import Tls
 from .._wire.handshake import (
     CALLS,
     HELLO,
@@ -38,7 +42,6 @@ from .._wire.handshake import (
     new_nonce,
     read_number,
 )
-from .socket_proofs import SocketProofs
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -49,16 +52,6 @@ descriptors, 500 members have two each."""
 
 PROOF_TIMEOUT = 5.0  # seconds
 
-Accept = Callable[[Party, int], Channel]
-"""Makes the session of a caller's connection with that number."""
-
-AcceptSocket = Callable[[Party, int, int, socket.socket], None]
-"""Takes a socket for tensors of that connection, and its purpose."""
-
-
-_Handed = tuple[Callable[[], object], socket.socket]
-"""What takes a connection that the port has accepted, and its socket."""
-
 
 class Listener:
     """The listening sockets of one worker, and the credentials that it gave to callers."""
@@ -67,17 +60,21 @@ class Listener:
         self,
         me: Party,
         host: str | None,
-        accept: Accept,
-        accept_socket: AcceptSocket,
+        accept: Callable[[Party, int], Channel],
+        accept_socket: Callable[[Party, int, int, socket.socket], None],
         port: Port | None = None,
     ) -> None:
         """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given.
 
-        If the worker has one port for all purposes, that one is used in place of a port of `host`.
+        Args:
+            accept: makes the session of a caller's connection with that number.
+            accept_socket: takes a socket for tensors of that connection, and its purpose.
+            port: the worker's one port for all purposes, in place of a port of `host`.
         """
         self._me = me
         self._proofs: SocketProofs | None = None
-        self._handed: deque[_Handed] = deque()
+        # What takes the connections that the port has accepted, and their sockets.
+        self._handed: deque[tuple[Callable[[], object], socket.socket]] = deque()
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
@@ -125,19 +122,17 @@ class Listener:
             accepted.close()
             return
         self._handed.append((partial(take, accepted, *settings), accepted))
-        if len(self._handed) > MAX_UNPROVEN and (oldest := self._next_handed()) is not None:
-            oldest[1].close()
+        if len(self._handed) > MAX_UNPROVEN:
+            with contextlib.suppress(IndexError):  # the loop has taken the last one
+                self._handed.popleft()[1].close()
         call_soon(self._loop, self._take_handed)
 
-    def _next_handed(self) -> _Handed | None:
-        try:
-            return self._handed.popleft()
-        except IndexError:  # the other thread may have taken the last one
-            return None
-
     def _take_handed(self) -> None:
-        while (handed := self._next_handed()) is not None:
-            take, accepted = handed
+        while self._handed:
+            try:
+                take, accepted = self._handed.popleft()
+            except IndexError:  # the port's thread has closed the last one
+                return
             if self._is_closed:
                 accepted.close()
             else:
@@ -281,3 +276,69 @@ class _Unproven(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
         self._listener._unproven.remove(self)
+
+
+class SocketProofs:
+    """The sockets for tensors by TLS that have not proven themselves yet, with a thread each.
+
+    Such a socket is one of blocking calls from the start: asyncio cannot give away what has begun
+    TLS. (tests/unit/server/test_socket_proofs.py)
+
+    Args:
+        received: takes a socket, what its caller has sent as proof, and the nonce that it had to
+            answer. On the event loop.
+    """
+
+    def __init__(
+        self,
+        tls: Tls,
+        loop: asyncio.AbstractEventLoop,
+        received: Callable[[socket.socket, Hello, bytes], None],
+    ) -> None:
+        self._tls = tls
+        self._loop = loop
+        self._received = received
+        self._strangers = Strangers(MAX_UNPROVEN)
+
+    def begin(self, accepted: socket.socket) -> None:
+        """Wait for the proof at an accepted socket. On the event loop."""
+        closer = accepted.dup()  # whoever wraps a socket closes the object
+        close_on_fork(closer)
+        timer = self._loop.call_later(PROOF_TIMEOUT, _shut_down, closer)
+        self._strangers.add(closer, host_of(accepted), lambda _: _shut_down(closer))
+
+        def done(outcome: tuple[socket.socket, Hello, bytes] | None) -> None:
+            timer.cancel()
+            self._strangers.remove(closer)
+            closer.close()
+            if outcome is not None:
+                self._received(*outcome)
+
+        def work() -> None:
+            accepted.settimeout(PROOF_TIMEOUT)
+            sock, nonce, outcome = accepted, new_nonce(), None
+            try:
+                sock = self._tls.server.wrap_socket(accepted, server_side=True)
+                sock.sendall(nonce)
+                outcome = sock, Hello.load(receive_exactly(sock, HELLO)), nonce
+            except (OSError, ValueError) as exc:
+                log.debug("refused a socket for tensors: %r", exc)
+                sock.close()
+                accepted.close()
+            call_soon(self._loop, done, outcome)
+
+        try:
+            threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
+        except RuntimeError as exc:  # the caller's tensors travel by torch RPC
+            log.warning("refused a socket for tensors: %r", exc)
+            accepted.close()
+            done(None)
+
+    def close(self) -> None:
+        """End all that wait."""
+        self._strangers.close()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -24,12 +24,6 @@ POLLS = 0.001, 0.02  # shortest and longest time between two looks at the calls 
 PATIENCE = 2.0  # without an end, after which calls pass: those that run may wait for one
 
 
-_OWN_PAUSE = (
-    "a method of an object with a limit cannot pause it: the pause would wait for calls that wait "
-    "for the turn of the method"
-)
-
-
 class _PausedObject:
     """An object, its pauses, and what runs of it while one begins."""
 
@@ -96,7 +90,10 @@ class Pauses:
                 if key != own:
                     found.add(running, key)
                 elif is_limited(instance):
-                    raise RuntimeError(_OWN_PAUSE)
+                    raise RuntimeError(
+                        "a method of an object with a limit cannot pause it: the pause would wait "
+                        "for calls that wait for the turn of the method"
+                    )
             await self._wait_for_calls(found)
             if enters:
                 found.queue.enter()

@@ -297,14 +297,6 @@ class Server:
         else:
             self.observer.on_leave_message(name, worker_id, what, text)
 
-    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread.
-
-        Calls of the function `but` are left out.
-        """
-        calls = [call for call in self.open_calls() if call.function is not but]
-        return [(call.name, call.caller, call.started) for call in calls]
-
     def open_calls(self, most: int | None = None) -> list[ServerCall]:
         """Return the unanswered calls; at most the `most` oldest of each caller. In any thread."""
         return [*self.sessions.open_calls(most), *itertools.islice([*self._torch_calls], most)]

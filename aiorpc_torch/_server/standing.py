@@ -160,8 +160,6 @@ class View:
             count = len(self._executor.in_threads)
             found.state = f"waits for a thread: {count} plain `def`s run (`threads=` of the worker)"
 
-    # ── turns ───────────────────────────────────────────────────────────────────────────────────
-
     def _wait_for_turn(self, found: Subject, turn: Turn) -> None:
         """Name those that hold the turns of an object. With several, any of them may end first."""
         holders = [*turn._turns.holders]
@@ -169,8 +167,6 @@ class View:
         for each in self._calls:
             if getattr(each, "turn", None) in holders:
                 found.holders.append((TURN, len(holders) == 1, self.of_call(each)))
-
-    # ── batches ─────────────────────────────────────────────────────────────────────────────────
 
     def _describe_queued(self, found: Subject, queued: Any) -> None:
         """Describe a call in a batch, or in the queue of one."""
@@ -195,8 +191,6 @@ class View:
         found.call_key = BATCH, batch.id[1]
         self._describe_task(found, batch.task, batch)
         return found
-
-    # ── tasks ───────────────────────────────────────────────────────────────────────────────────
 
     def of_task(self, task: "asyncio.Task[Any]") -> Subject:
         """Return the subject of a task that is of no call."""
@@ -249,8 +243,6 @@ class View:
             known = self._chains[task] = [_with_manager(each) for each in chains_of(task)]
         return known
 
-    # ── locks of asyncio ────────────────────────────────────────────────────────────────────────
-
     def _wait_for_lock(self, found: Subject, lock: Any, whose: Any) -> None:
         """Name what is inside of `async with lock`; else what runs of the same object."""
         # Many calls may wait for one lock: it is looked for once.
@@ -296,8 +288,6 @@ class View:
                 if len(found) == MOST_HOLDERS:
                     break
         return found
-
-    # ── streams without credit ──────────────────────────────────────────────────────────────────
 
     def _describe_idle_stream(self, found: Subject, call: StreamCall) -> None:
         found.state = "waits until its caller takes items"

@@ -122,7 +122,9 @@ class Prober:
         except PermissionError:
             self._foreign.add(name)
         except BlockingIOError:  # its backlog is full: many viewers, and it does not answer
-            if pid := self._owner(inodes):
+            # This user's process that has all these sockets: 0 if there is none.
+            own = self._own = _own_sockets() if self._own is None else self._own
+            if pid := min(own.get(inode, 0) for inode in inodes):
                 self._requests[name] = _Request(None, b"", pid)
             else:
                 self._foreign.add(name)
@@ -132,11 +134,6 @@ class Prober:
             self._requests[name] = request
             return request
         return None
-
-    def _owner(self, inodes: set[str]) -> int:
-        """Return the pid of this user's process that has all these sockets, 0 if there is none."""
-        own = self._own = _own_sockets() if self._own is None else self._own
-        return min(own.get(inode, 0) for inode in inodes)
 
     def _receive(self, fresh: list["_Request"], end: float) -> None:
         """Read what has come; wait for the fresh requests only."""
@@ -158,7 +155,13 @@ class Prober:
         self._memory = {name: known.get(name, (0.0, 0)) for name in self._requests}
         for name in sorted(self._memory, key=lambda name: self._memory[name])[:MEMORY_READS]:
             if now - self._memory[name][0] > MEMORY_INTERVAL:
-                self._memory[name] = now, _own_memory(self._requests[name].pid)
+                own = 0
+                with contextlib.suppress(OSError, ValueError):
+                    smaps = Path(f"/proc/{self._requests[name].pid}/smaps_rollup")
+                    for line in smaps.read_text().splitlines():
+                        if line.startswith("Private_"):
+                            own += int(line.split()[1]) * 1024
+                self._memory[name] = now, own
 
     def _finish(self, name: str, request: "_Request") -> Sample:
         """Return the sample of a request; forget the request if it is answered."""
@@ -224,12 +227,3 @@ class _Request:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
-
-
-def _own_memory(pid: int) -> int:
-    found = 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Private_"):
-                found += int(line.split()[1]) * 1024
-    return found

@@ -25,8 +25,8 @@ async def test_the_calls_that_it_counts(ends: TwoEnds) -> None:
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
     assert ends.server.sessions.tally() == (2, 1, 0)
-    ((method, caller, _),) = ends.server.running_calls(None)
-    assert (method, caller) == ("gated", "near")
+    (found,) = ends.server.open_calls()
+    assert (found.name, found.caller) == ("gated", "near")
     ends.connection.abort()
     with pytest.raises(WorkerLost):
         await running
@@ -73,10 +73,10 @@ async def test_a_torch_client_runs_on_the_loop(ends: TwoEnds, function: Any) -> 
     """It counts as a call that runs."""
     ends.gate.open()
     answer = ends.server.accept_torch(function, 5)
-    assert len(ends.server.running_calls(None)) == 1
+    assert len(ends.server.open_calls()) == 1
     await until(answer.done)
     assert answer.value() == 5
-    await until(lambda: not ends.server.running_calls(None))
+    await until(lambda: not ends.server.open_calls())
 
 
 async def test_a_call_that_ends_as_its_worker_fails(ends: TwoEnds) -> None:

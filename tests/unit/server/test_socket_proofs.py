@@ -17,7 +17,7 @@ from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import TENSORS, server_name
 from aiorpc_torch._port.tls import Tls, TlsError
-from aiorpc_torch._server import socket_proofs as module
+from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import ARGUMENTS, CALLS, Credentials, Party, number_for
