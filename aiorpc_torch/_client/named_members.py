@@ -222,6 +222,6 @@ def members(name: str) -> NamedMembers[Any]:
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     current()
-    node = entry_points.current()
+    node = entry_points.here
     assert node is not None
     return NamedMembers(_Watch(name, node.registry))

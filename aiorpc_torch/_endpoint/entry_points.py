@@ -40,8 +40,7 @@ NOT_SERVING = "no worker serves in this process: enter worker(), local_world() o
 
 
 here: "Node | None" = None
-"""The node of this process, None if it is in no world. Only `enter` and `leave` set it. Each call
-reads it; other code may ask `current`."""
+"""The node of this process, None if it is in no world. Only `enter` and `leave` set it."""
 
 _lock = threading.Lock()
 
@@ -92,11 +91,6 @@ def how_to_leave() -> str:
         return "leave it first"
     way = here.manager.leave_text
     return f"leave it first (in a notebook: `{way}`, where `me` is what its entry returned)"
-
-
-def current() -> "Node | None":
-    """Return the node of this process, None if it is in no world."""
-    return here
 
 
 def serving() -> "Server | None":

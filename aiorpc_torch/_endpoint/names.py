@@ -178,6 +178,6 @@ async def take_state(name: str, worker: str, process: int, state: State) -> bool
 
 
 def _registry() -> "Registry":
-    if (node := entry_points.current()) is None or node.registry.is_closed:
+    if (node := entry_points.here) is None or node.registry.is_closed:
         raise entry_points.not_in_world(entry_points.NOT_SERVING)
     return node.registry

@@ -114,7 +114,7 @@ class WorldNumbers:
 
 def world_numbers() -> WorldNumbers | None:
     """Return the numbers of the world, None outside of one. In any thread."""
-    node: Any = entry_points.current()
+    node: Any = entry_points.here
     if node is None or node.members.name not in node.members.workers:  # it starts
         return None
     members, names = node.members, node.server.names

@@ -22,9 +22,6 @@ SEQUENCE_TIMEOUT = 0.05  # seconds for the rest of a key's escape sequence
 ARROWS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"}
 ARROWS |= {f"\x1bO{key[-1]}": name for key, name in ARROWS.items()}  # in application mode
 
-NO_RICH = "top needs rich: pip install 'aiorpc_torch[top]'; without it, use --json"
-NO_TERMINAL = "top needs a terminal; use --json elsewhere"
-
 
 def run_top(*, as_json: bool = False, svg: str | None = None, pid: int | None = None) -> int:
     """Run `top`; return its exit code.
@@ -35,11 +32,11 @@ def run_top(*, as_json: bool = False, svg: str | None = None, pid: int | None = 
         pid: process whose worlds are shown (default: all of this user).
     """
     if not as_json and importlib.util.find_spec("rich") is None:
-        return _fail(NO_RICH)
+        return _fail("top needs rich: pip install 'aiorpc_torch[top]'; without it, use --json")
     if as_json or svg is not None:
         return _show_once(svg, pid)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _fail(NO_TERMINAL)
+        return _fail("top needs a terminal; use --json elsewhere")
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Prober()) as prober:
         _show(prober, pid)
     return 0

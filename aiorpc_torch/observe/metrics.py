@@ -1,15 +1,17 @@
 """The metrics, in the names that OpenTelemetry's conventions have in Prometheus's format."""
 
+import asyncio
 import contextlib
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .._aio.loop_lag import LoopLag
 from .._gauges import measured_objects
 from .._inspection.counters import STATES, WorldNumbers, gpu_use, world_numbers
 from . import Stats, stats
-from .loop_lag import LagThread
 from .recorder import Histogram, Recorder
 
 COUNTERS = {
@@ -50,6 +52,9 @@ OBJECTS = {
 
 OBJECT_COUNTERS = {"aiorpc_replay_inserted", "aiorpc_replay_sampled"}
 
+INTERVAL = 1.0  # seconds between two probes of an event loop
+WINDOW = 15.0  # seconds over which its longest lag is told: a usual scrape interval
+
 METHOD, ERROR = "rpc_method", "error_type"
 CALL_LABELS = (METHOD, "server_address", ERROR), (METHOD, "client_address", ERROR)
 
@@ -61,6 +66,39 @@ HISTOGRAMS = (  # attribute of the recorder, name, text, labels
     ("batch_wait", "aiorpc_batch_wait_seconds", "Of the oldest call", (METHOD,)),
     ("batch_size", "aiorpc_batch_size", "Calls in a batch", (METHOD,)),
 )
+
+
+class LagThread:
+    """A daemon thread that probes a loop once a second, from `start` to `close`.
+
+    So a blocked loop is seen while it is blocked.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float = INTERVAL) -> None:
+        self._loop = loop
+        self._interval = interval
+        self._lag = LoopLag(loop)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aiorpc-loop-lag", daemon=True)
+
+    def start(self) -> None:
+        """Start to measure."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to measure."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def longest(self) -> float:
+        """Return the longest lag in seconds of the last `WINDOW` seconds. In any thread."""
+        return 0.0 if self._loop.is_closed() else self._lag.longest(WINDOW)
+
+    def _run(self) -> None:
+        while not self._loop.is_closed():
+            self._lag.probe()
+            if self._is_closed.wait(self._interval):
+                return
 
 
 class Metrics:

@@ -9,8 +9,7 @@ from .. import Tls
 from .._port.http_port import HttpPort, listen
 from .._port.tunnels import format_endpoint
 from . import intercept
-from .loop_lag import LagThread
-from .metrics import Metrics
+from .metrics import LagThread, Metrics
 from .recorder import Recorder
 
 

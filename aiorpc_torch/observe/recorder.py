@@ -132,29 +132,29 @@ class Recorder(Interceptor):
         if not call.peer:
             return None
         self.worker = call.worker
-        return functools.partial(self._end, self.client, call, self._peer(call.peer))
+        labels = self._method(call.method), self._peer(call.peer)
+        return functools.partial(self._end, self.client, labels, call.began)
 
     def on_receive(self, call: CallInfo) -> "functools.partial[None]":
         """Time a received call, and note how long it has waited."""
         self.worker = call.worker
-        self.queue.record((self._method(call.method),), time.monotonic() - call.began)
-        return functools.partial(self._end, self.server, call, self._peer(call.peer))
+        labels = self._method(call.method), self._peer(call.peer)
+        self.queue.record(labels[:1], time.monotonic() - call.began)
+        return functools.partial(self._end, self.server, labels, call.began)
 
     def on_batch(self, batch: CallInfo, callers: Sequence[Context]) -> "functools.partial[None]":
         """Time a batch, and note its size and its wait."""
-        method, now = self._method(batch.method), time.monotonic()
-        self.batch_size.record((method,), batch.size)
-        self.batch_wait.record((method,), now - batch.began)
-        return functools.partial(self._end_batch, method, now)
+        labels, now = (self._method(batch.method),), time.monotonic()
+        self.batch_size.record(labels, batch.size)
+        self.batch_wait.record(labels, now - batch.began)
+        return functools.partial(self._end, self.batch, labels, now)
 
     def _end(
-        self, histogram: Histogram, call: CallInfo, peer: str, failure: BaseException | None
+        self,
+        histogram: Histogram,
+        labels: tuple[str, ...],
+        began: float,
+        failure: BaseException | None,
     ) -> None:
-        labels = self._method(call.method), peer, self._type(failure)
-        histogram.record(labels, time.monotonic() - call.began)
-
-    def _end_batch(self, method: str, began: float, failure: BaseException | None) -> None:
-        self.batch.record((method, self._type(failure)), time.monotonic() - began)
-
-    def _type(self, failure: BaseException | None) -> str:
-        return "" if failure is None else self._error(printable(type(failure).__qualname__))
+        error = "" if failure is None else self._error(printable(type(failure).__qualname__))
+        histogram.record((*labels, error), time.monotonic() - began)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 
-from aiorpc_torch.observe.loop_lag import LagThread
+from aiorpc_torch.observe.metrics import LagThread
 
 SOON = 30.0  # seconds
 
