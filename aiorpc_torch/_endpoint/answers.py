@@ -1,4 +1,4 @@
-"""What workers ask each other for this library: pauses of objects, and where blocks stand."""
+"""Answers of a worker to others, for this library alone: pauses, and where blocks stand."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any

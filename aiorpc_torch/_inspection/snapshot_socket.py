@@ -64,9 +64,7 @@ THREAD = "aiorpc:top"
 def offered(node: Node, url: str) -> Iterator[None]:
     """Let viewers take snapshots of this worker in the block. On the loop that serves.
 
-    Args:
-        node: this worker.
-        url: address at which the workers of its world meet.
+    `url` is the address at which the workers of its world meet.
     """
     try:
         watched = Watched(node, world_name(url))
@@ -173,14 +171,9 @@ class Watched:
 
 
 def take(node: Node, world: str, lag: LoopLag, thread: int, *, detail: bool) -> dict[str, Any]:
-    """Return what `top` shows of this worker, as JSON has it.
+    """Return what `top` shows of a worker of `world`, whose event loop runs in `thread`, as JSON.
 
-    Args:
-        node: this worker.
-        world: text that names its world.
-        lag: the lag of its event loop.
-        thread: identifier of the loop's thread.
-        detail: whether to add the oldest calls with their stacks.
+    With `detail` the oldest calls are added, with their stacks.
     """
     members = node.members
     found: dict[str, Any] = {

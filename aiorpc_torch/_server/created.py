@@ -41,14 +41,10 @@ _REPLACED = "__aiorpc_replaced__"
 
 
 class CreatedObjects:
-    """The objects created on one worker that have `aclose()` or `close()`, which ends them.
-
-    Args:
-        call_on_loop: runs a function on that loop; callable from any thread.
-    """
+    """The objects created on one worker that have `aclose()` or `close()`, which ends them."""
 
     def __init__(self, call_on_loop: Callable[[Callable[[], None]], None]) -> None:
-        self._call_on_loop = call_on_loop
+        self._call_on_loop = call_on_loop  # runs a function on that loop; in any thread
         self._alive: dict[int, weakref.ref[Any]] = {}  # by the object's id
         self._released: deque[tuple[Any, Finalizer | None]] = deque()
         self._ending: dict[asyncio.Task[None], str] = {}

@@ -72,17 +72,16 @@ class Listener:
             port: the worker's one port for all purposes, in place of a port of `host`.
         """
         self._me = me
-        self._proofs: SocketProofs | None = None
         # What takes the connections that the port has accepted, and their sockets.
         self._handed: deque[tuple[Callable[[], object], socket.socket]] = deque()
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
         self._acceptor = Acceptor(f"worker {me.name!r}", self._open)
-        self._opening: dict[asyncio.Task[Any], socket.socket] = {}
+        self._opening: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._credentials: dict[bytes, Credentials] = {}
-        self._unproven = Strangers(MAX_UNPROVEN)
+        self._unproven, self._proving = Strangers(MAX_UNPROVEN), Strangers(MAX_UNPROVEN)
         try:
             name = f"aiorpc-{secrets.token_hex(16)}"
             self._acceptor.add(listen_unix(name))
@@ -90,8 +89,8 @@ class Listener:
             if port is not None:
                 port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open))
                 if port.tls is not None:
-                    self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
-                    port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
+                    prove = partial(self._prove_in_thread, port.tls)
+                    port.serve(TENSORS_AT_PORT, partial(self._hand_over, prove))
                 tcp = port.host, port.number
             elif host is not None:
                 tcp = self._listen_tcp(host)
@@ -144,13 +143,52 @@ class Listener:
         opening = self._loop.create_task(
             self._loop.connect_accepted_socket(make, accepted, ssl=settings)
         )
-        self._opening[opening] = accepted
-        opening.add_done_callback(self._on_opened)
+        self._opening.add(opening)
 
-    def _on_opened(self, opening: asyncio.Task[Any]) -> None:
-        accepted = self._opening.pop(opening)
-        if opening.cancelled() or opening.exception() is not None:
+        def on_opened(opening: asyncio.Task[Any]) -> None:
+            self._opening.discard(opening)
+            if opening.cancelled() or opening.exception() is not None:
+                accepted.close()
+
+        opening.add_done_callback(on_opened)
+
+    def _prove_in_thread(self, tls: Tls, accepted: socket.socket) -> None:
+        """Wait for the proof at a socket for tensors by TLS, which has a thread meanwhile.
+
+        Such a socket is one of blocking calls from the start: asyncio cannot give away what has
+        begun TLS. (tests/unit/server/test_socket_proofs.py)
+        """
+        closer = accepted.dup()  # whoever wraps a socket closes the object
+        close_on_fork(closer)
+        timer = self._loop.call_later(PROOF_TIMEOUT, _shut_down, closer)
+        self._proving.add(closer, host_of(accepted), lambda _: _shut_down(closer))
+
+        def done(outcome: tuple[socket.socket, Hello, bytes] | None) -> None:
+            timer.cancel()
+            self._proving.remove(closer)
+            closer.close()
+            if outcome is not None:
+                self._on_tensor_socket(*outcome)
+
+        def work() -> None:
+            accepted.settimeout(PROOF_TIMEOUT)
+            sock, nonce, outcome = accepted, new_nonce(), None
+            try:
+                sock = tls.server.wrap_socket(accepted, server_side=True)
+                sock.sendall(nonce)
+                outcome = sock, Hello.load(receive_exactly(sock, HELLO)), nonce
+            except (OSError, ValueError) as exc:
+                log.debug("refused a socket for tensors: %r", exc)
+                sock.close()
+                accepted.close()
+            call_soon(self._loop, done, outcome)
+
+        try:
+            threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
+        except RuntimeError as exc:  # the caller's tensors travel by torch RPC
+            log.warning("refused a socket for tensors: %r", exc)
             accepted.close()
+            done(None)
 
     def introduce(self, caller: Peer) -> Introduction:
         """Return the credentials and addresses for a caller; the same at each request."""
@@ -177,8 +215,7 @@ class Listener:
         self._acceptor.close()
         self._unproven.close()
         self._take_handed()
-        if self._proofs is not None:
-            self._proofs.close()
+        self._proving.close()
 
     def _on_tensor_socket(self, sock: socket.socket, hello: Hello, nonce: bytes) -> None:
         """Answer the proof of a caller that has connected a socket for tensors by TLS."""
@@ -276,67 +313,6 @@ class _Unproven(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
         self._listener._unproven.remove(self)
-
-
-class SocketProofs:
-    """The sockets for tensors by TLS that have not proven themselves yet, with a thread each.
-
-    Such a socket is one of blocking calls from the start: asyncio cannot give away what has begun
-    TLS. (tests/unit/server/test_socket_proofs.py)
-
-    Args:
-        received: takes a socket, what its caller has sent as proof, and the nonce that it had to
-            answer. On the event loop.
-    """
-
-    def __init__(
-        self,
-        tls: Tls,
-        loop: asyncio.AbstractEventLoop,
-        received: Callable[[socket.socket, Hello, bytes], None],
-    ) -> None:
-        self._tls = tls
-        self._loop = loop
-        self._received = received
-        self._strangers = Strangers(MAX_UNPROVEN)
-
-    def begin(self, accepted: socket.socket) -> None:
-        """Wait for the proof at an accepted socket. On the event loop."""
-        closer = accepted.dup()  # whoever wraps a socket closes the object
-        close_on_fork(closer)
-        timer = self._loop.call_later(PROOF_TIMEOUT, _shut_down, closer)
-        self._strangers.add(closer, host_of(accepted), lambda _: _shut_down(closer))
-
-        def done(outcome: tuple[socket.socket, Hello, bytes] | None) -> None:
-            timer.cancel()
-            self._strangers.remove(closer)
-            closer.close()
-            if outcome is not None:
-                self._received(*outcome)
-
-        def work() -> None:
-            accepted.settimeout(PROOF_TIMEOUT)
-            sock, nonce, outcome = accepted, new_nonce(), None
-            try:
-                sock = self._tls.server.wrap_socket(accepted, server_side=True)
-                sock.sendall(nonce)
-                outcome = sock, Hello.load(receive_exactly(sock, HELLO)), nonce
-            except (OSError, ValueError) as exc:
-                log.debug("refused a socket for tensors: %r", exc)
-                sock.close()
-                accepted.close()
-            call_soon(self._loop, done, outcome)
-
-        try:
-            threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
-        except RuntimeError as exc:  # the caller's tensors travel by torch RPC
-            log.warning("refused a socket for tensors: %r", exc)
-            accepted.close()
-            done(None)
-
-    def close(self) -> None:
-        """End all that wait."""
-        self._strangers.close()
 
 
 def _shut_down(sock: socket.socket) -> None:

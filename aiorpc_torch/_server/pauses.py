@@ -48,12 +48,7 @@ class _PausedObject:
 
 
 class Pauses:
-    """The paused objects of one worker. On its loop.
-
-    Args:
-        executor: starts the calls.
-        open_calls: returns the unanswered calls.
-    """
+    """The paused objects of one worker. On its loop."""
 
     def __init__(self, executor: Executor, open_calls: Callable[[], Collection[RpcCall]]) -> None:
         self._executor = executor

@@ -146,7 +146,6 @@ class Server:
     """The server of one worker, on the loop that it was made on. Serves from `open` to `close`.
 
     Args:
-        members: the workers that may connect.
         observer: is told of the messages of callers, and of the ends of their connections.
         threads: number of threads for plain `def`s.
         exports: what calls may reach, None for everything.

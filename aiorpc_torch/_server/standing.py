@@ -78,13 +78,7 @@ class Subject:
 
 
 class View:
-    """The calls of one worker as they stand now, for one answer. On its event loop.
-
-    Args:
-        worker: name of the worker.
-        calls: the unanswered calls.
-        executor: runs them.
-    """
+    """The unanswered calls of a worker as they stand now, for one answer. On its event loop."""
 
     def __init__(self, worker: str, calls: Sequence[ServerCall], executor: Executor) -> None:
         self._worker = worker
@@ -109,9 +103,7 @@ class View:
     def of_block(self, key: CallKey | None, task: Any) -> tuple[Subject, bool] | None:
         """Return the call with that key in its context, and whether it certainly has the block.
 
-        Args:
-            key: the key as the block was entered.
-            task: the task that has entered it: another one of the call may end by itself.
+        `task` has entered the block: another one of the call may end by itself.
         """
         for call in self._calls if key is not None else ():
             if call.session is not None and (call.session.key, call.number) == key:

@@ -50,11 +50,7 @@ class StreamCall(RpcCall):
             resume()
 
     def send(self, item: Any) -> bool:
-        """Send an item; return whether there is credit for another.
-
-        Raises:
-            CancelledError: if the call is cancelled.
-        """
+        """Send an item; return whether there is credit for another."""
         kind, content = self._encode_item(item)
         return self._send(kind, copy_cell(kind, content))
 

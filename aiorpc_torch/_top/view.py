@@ -159,7 +159,12 @@ def _tables(screen: Screen, rows: Sequence[Row], width: int, room: int) -> list[
     worlds = by_world(ordered)
     for world, of_world in worlds.items():
         if len(worlds) > 1:
-            lines.append(Text(_title(world, of_world), style="dim"))
+            name = world
+            if world.startswith("unix://"):  # a local one, known by the pid of rank 0
+                pid = next((row.pid for row in of_world if row.rank == 0), 0)
+                name = f"local world of process {pid}" if pid else "local world"
+            count = f"{len(of_world)} worker{'s' * (len(of_world) > 1)}"
+            lines.append(Text(f"{name}: {count}", style="dim"))
         lines += of_world
     selected = ordered[screen.selected] if 0 <= screen.selected < len(ordered) else None
     at = next((n for n, each in enumerate(lines) if each is selected), 0)
@@ -189,14 +194,6 @@ def _table(screen: Screen, width: int, *, is_header: bool = False) -> Table:
     if width >= WIDE:
         table.add_column("waits for", no_wrap=True, width=rest)
     return table
-
-
-def _title(world: str, rows: Sequence[Row]) -> str:
-    """Return the line above the rows of a world: that of a local one has the pid of rank 0."""
-    pid = next((row.pid for row in rows if row.rank == 0), 0)
-    of = f" of process {pid}" if pid else ""
-    name = f"local world{of}" if world.startswith("unix://") else world
-    return f"{name}: {len(rows)} worker{'s' * (len(rows) > 1)}"
 
 
 def _cells(row: Row, width: int) -> Iterable[Text]:

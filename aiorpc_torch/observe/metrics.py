@@ -115,7 +115,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families. In any thread."""
-        yield from self._histograms()
+        for attribute, name, text, labels in HISTOGRAMS:
+            yield _histogram(getattr(self._recorder, attribute), name, text, labels)
         yield from _counters(stats())
         world = world_numbers()
         if world is not None:
@@ -135,17 +136,16 @@ class Metrics:
         """Return no descriptions: the names are known at a scrape."""
         return []
 
-    def _histograms(self) -> Iterator[Any]:
-        from prometheus_client.core import HistogramMetricFamily
 
-        for attribute, name, text, labels in HISTOGRAMS:
-            histogram: Histogram = getattr(self._recorder, attribute)
-            family: Any = HistogramMetricFamily(name, text, labels=labels)
-            bounds = [*(str(float(each)) for each in histogram.bounds), "+Inf"]
-            for values, counts in histogram.collect().items():
-                cumulated = itertools.accumulate(counts.buckets)
-                family.add_metric(values, [*zip(bounds, cumulated, strict=True)], counts.total[0])
-            yield family
+def _histogram(histogram: Histogram, name: str, text: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
+
+    family: Any = HistogramMetricFamily(name, text, labels=labels)
+    bounds = [*(str(float(each)) for each in histogram.bounds), "+Inf"]
+    for values, counts in histogram.collect().items():
+        cumulated = itertools.accumulate(counts.buckets)
+        family.add_metric(values, [*zip(bounds, cumulated, strict=True)], counts.total[0])
+    return family
 
 
 def _counters(now: Stats) -> Iterator[Any]:
