@@ -7,17 +7,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .format import seconds
 from .model import History, Row, Track
 
 Kind = Literal["lost", "replaced", "stopped", "silent", "blocked", "held", "grows", "slow", "waits"]
 
-KINDS: tuple[Kind, ...] = (
-    *("lost", "replaced", "stopped", "silent", "blocked"),
-    *("held", "grows", "slow", "waits"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)  # the gravest first
 HELD = 0.25  # seconds of lag that are told although no method is known for it
 WAIT = 1.0  # seconds from which a wait is told
 GROWTH, SHARE = 8, 0.1  # calls, and share of the queue, by which it has grown

@@ -22,10 +22,7 @@ MOST_VERDICTS = 8
 FRAMES = 4  # of a call's stack
 STYLES = {
     "ok": "green",
-    "blocked": "bold red",
-    "stopped": "bold red",
-    "silent": "bold red",
-    "lost": "bold red",
+    **dict.fromkeys(("blocked", "stopped", "silent", "lost"), "bold red"),
     "replaced": "red",
     "held": "red",
     "grows": "yellow",

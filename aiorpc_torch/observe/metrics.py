@@ -74,9 +74,8 @@ class LagThread:
     So a blocked loop is seen while it is blocked.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float = INTERVAL) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._interval = interval
         self._lag = LoopLag(loop)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aiorpc-loop-lag", daemon=True)
@@ -97,17 +96,12 @@ class LagThread:
     def _run(self) -> None:
         while not self._loop.is_closed():
             self._lag.probe()
-            if self._is_closed.wait(self._interval):
+            if self._is_closed.wait(INTERVAL):
                 return
 
 
 class Metrics:
-    """The metrics of this process, for a registry of `prometheus_client`.
-
-    Args:
-        recorder: counts the calls.
-        lag: measures the event loop, if there is one.
-    """
+    """The metrics of this process, for a registry of `prometheus_client`."""
 
     def __init__(self, recorder: Recorder, lag: LagThread | None) -> None:
         self._recorder = recorder

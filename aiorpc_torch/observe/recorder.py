@@ -83,14 +83,16 @@ class Histogram:
 
     def collect(self) -> _Table:
         """Return the sum of all threads' values for each label set. In any thread."""
+        found: _Table = {}
         with self._lock:
-            for thread, table in self._tables:
-                if not thread.is_alive():
+            tables, self._tables = self._tables, []
+            for thread, table in tables:
+                if thread.is_alive():
+                    self._tables.append((thread, table))
+                    self._add(found, table)
+                else:
                     self._add(self._ended, table)
-            self._tables = [each for each in self._tables if each[0].is_alive()]
-            found: _Table = {}
-            for table in (self._ended, *(table for _, table in self._tables)):
-                self._add(found, table)
+            self._add(found, self._ended)
         return found
 
     def _new_counts(self) -> Counts:
@@ -98,9 +100,7 @@ class Histogram:
 
     def _add(self, to: _Table, table: _Table) -> None:
         for labels, counts in [*table.items()]:
-            known = to.get(labels)
-            if known is None:
-                known = to[labels] = self._new_counts()
+            known = to.setdefault(labels, self._new_counts())
             for position, count in enumerate(counts.buckets):
                 known.buckets[position] += count
             known.total[0] += counts.total[0]

@@ -4,14 +4,18 @@ import asyncio
 import threading
 import time
 
+import pytest
+
+from aiorpc_torch.observe import metrics
 from aiorpc_torch.observe.metrics import LagThread
 
 SOON = 30.0  # seconds
 
 
-async def test_a_blocked_loop_is_seen_while_it_is_blocked() -> None:
+async def test_a_blocked_loop_is_seen_while_it_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for some time afterwards."""
-    lag = LagThread(asyncio.get_running_loop(), interval=0.01)
+    monkeypatch.setattr(metrics, "INTERVAL", 0.01)
+    lag = LagThread(asyncio.get_running_loop())
     lag.start()
     try:
         end = time.monotonic() + SOON
