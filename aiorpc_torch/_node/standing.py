@@ -129,7 +129,10 @@ class Tracing:
         path: Sequence[Key],
         limits: Limits,
     ) -> list[CallNode]:
-        node = subject.node(self._worker, depth, reason, is_certain=is_certain)
+        of, stands = subject, (subject.state, subject.lines, subject.inside)
+        node = CallNode(
+            depth, of.key, of.name, self._worker, of.caller, of.age, *stands, reason, is_certain
+        )
         if subject.key in path:
             return [node._replace(is_again=True)]
         path = (*path, subject.key)

@@ -34,7 +34,7 @@ from .._text import printable
 from .._turns.pause_queue import PauseQueue
 from .._turns.turns import Turn, Turns
 from .._wire.ancestry import BATCH, CallKey
-from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, CallNode, Key, key_of
+from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, Key, key_of
 from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of
@@ -68,13 +68,6 @@ class Subject:
     is_entered: bool = False  # a context manager that its caller's `async with` has entered
     # What it waits for here: the reason, whether that is certain, and what has it.
     holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
-
-    def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> CallNode:
-        """Return this as a part of an answer."""
-        where = self.state, self.lines, self.inside
-        return CallNode(
-            depth, self.key, self.name, worker, self.caller, self.age, *where, reason, is_certain
-        )
 
 
 class View:

@@ -118,12 +118,11 @@ def _help() -> Text:
     return found
 
 
-def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict], width: int = WIDEST) -> None:
+def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
     """Draw the picture once, as SVG."""
-    console = Console(record=True, file=io.StringIO(), width=width, force_terminal=True)
-    console.print(
-        picture(Screen(selected=-1), rows, verdicts, {}, width, len(rows) + MOST_VERDICTS)
-    )
+    console = Console(record=True, file=io.StringIO(), width=WIDEST, force_terminal=True)
+    height = len(rows) + MOST_VERDICTS
+    console.print(picture(Screen(selected=-1), rows, verdicts, {}, WIDEST, height))
     # Without the fonts, which a browser would get from a third party.
     template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     text = console.export_svg(title="python -m aiorpc_torch top", code_format=template)
