@@ -11,7 +11,7 @@ class alone, so a guard stands there in the place of each `async def`, also of s
 import contextlib
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -199,7 +199,15 @@ def _guard_of(
     coroutine = getattr(function, COROUTINE, function)
     guard: Any
     if inspect.iscoroutinefunction(coroutine):
-        guard = _guarded_coroutine(coroutine, bind, turns_of)
+
+        @functools.wraps(coroutine)
+        async def guard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            turns = turns_of(self)
+            if turns.is_held_by(ancestor_batches()):
+                return await bind(self)(*args, **kwargs)
+            async with turns.hold(coroutine.__qualname__):
+                return await bind(self)(*args, **kwargs)
+
     elif inspect.isasyncgenfunction(coroutine):
         guard = _guarded_generator(coroutine, bind, turns_of)
     else:
@@ -208,20 +216,6 @@ def _guard_of(
         guard = async_execution(guard)
     setattr(guard, _GUARD, (guard, bind))
     return guard
-
-
-def _guarded_coroutine(
-    function: Callable[..., Any], bind: Callable[[Any], Any], turns_of: Callable[[Any], Turns]
-) -> Callable[..., Coroutine[Any, Any, Any]]:
-    @functools.wraps(function)
-    async def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        turns = turns_of(self)
-        if turns.is_held_by(ancestor_batches()):
-            return await bind(self)(*args, **kwargs)
-        async with turns.hold(function.__qualname__):
-            return await bind(self)(*args, **kwargs)
-
-    return guarded
 
 
 def _guarded_generator(
