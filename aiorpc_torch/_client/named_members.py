@@ -202,7 +202,7 @@ def members(name: str) -> NamedMembers[Any]:
     """
     _check_name(name)
     current()
-    node = entry_points.current()
+    node = entry_points.here
     assert node is not None
     return NamedMembers(_Watch(name, node.registry))
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from .._aio.deadlines import deadline_in
-from .._endpoint.pauses import pause_object, settle_pause
+from .._endpoint.answers import pause_object, settle_pause
 from .._handles.handles import of_handle
 from .._handles.mistakes import async_only
 from .._torch.compat import RRefBase

@@ -10,8 +10,8 @@ call would need two more changes of threads.
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from torch.distributed.rpc import functions
@@ -26,30 +26,12 @@ from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import VERSION, Party
 from .._wire.plain import dump, reader
 from ..errors import NotInWorld, WorkerLeft
-from .name_table import NameTable
+
+if TYPE_CHECKING:  # packages above
+    from .._node.node import Node
+    from .._server.server import Server
 
 log = logging.getLogger("aiorpc_torch")
-
-
-class Endpoint(Protocol):
-    """The server of a node, which describes these methods: for any thread.
-
-    Attributes:
-        name: the worker's name.
-        names: its named objects.
-    """
-
-    name: str
-    names: NameTable
-
-    def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]": ...
-    def collect(self, data: bytes) -> "Future[Any]": ...
-    def tally(self) -> tuple[int, int, int]: ...
-    def running_calls(self, but: object) -> list[tuple[str, str, float]]: ...
-    def accept_torch(
-        self, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> "Future[Any]": ...
-    def lend_thread(self, task: Callable[[], None]) -> None: ...
 
 
 NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
@@ -57,41 +39,13 @@ IN_A_WORLD = "this process is attached or in a world already"
 NOT_SERVING = "no worker serves in this process: enter worker(), local_world() or attach() first"
 
 
-class Node(Protocol):
-    """All that this process has as a worker of its world: a `_node.node.Node`. For any thread.
-
-    Attributes:
-        manager: the context manager of its world, None in `run_local`.
-        server: the server of calls.
-        pool: the pool of connections.
-        registry: the objects that all workers have registered, by name.
-    """
-
-    manager: Any
-
-    @property
-    def server(self) -> Endpoint: ...
-    @property
-    def pool(self) -> Any: ...
-    @property
-    def registry(self) -> Any: ...
-    def introduce(self, data: bytes) -> "Future[Any]": ...
-    def leave_message(self, data: bytes) -> "Future[Any]": ...
-    def loop_lines(self) -> bytes: ...
-    async def block_of(self, connection: int, data: bytes) -> bytes: ...
-    def departure(self, data: bytes) -> "Future[Any]": ...
-    def attach_message(self, data: bytes) -> "Future[Any] | None": ...
-    def group_change(self, worker: WorkerInfo, is_join: bool) -> None: ...
-
-
-here: Node | None = None
-"""The node of this process, None if it is in no world. Only `enter` and `leave` set it. Each call
-reads it; other code may ask `current`."""
+here: "Node | None" = None
+"""The node of this process, None if it is in no world. Only `enter` and `leave` set it."""
 
 _lock = threading.Lock()
 
 
-def enter(node: Node) -> None:
+def enter(node: "Node") -> None:
     """Make this the current node. Raises RuntimeError if there is one."""
     global here
     with _lock:
@@ -101,7 +55,7 @@ def enter(node: Node) -> None:
     begin_worker(node.server.name)
 
 
-def leave(node: Node) -> None:
+def leave(node: "Node") -> None:
     """Let this process be in no world, if this is its node."""
     global here
     if here is node:
@@ -139,12 +93,7 @@ def how_to_leave() -> str:
     return f"leave it first (in a notebook: `{way}`, where `me` is what its entry returned)"
 
 
-def current() -> Node | None:
-    """Return the node of this process, None if it is in no world."""
-    return here
-
-
-def serving() -> Endpoint | None:
+def serving() -> "Server | None":
     """Return the server of this process, None if it is in no world."""
     return None if (node := here) is None else node.server
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.rpc import RRef
 
@@ -14,9 +15,76 @@ from .._torch.compat import RRefBase, make_rref
 from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
 from . import entry_points
-from .name_table import NameTable
+
+if TYPE_CHECKING:
+    from .._node.registry import Registry
 
 T = TypeVar("T")
+
+
+class NameTable:
+    """The objects registered on one worker, and the watchers of changes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the `__del__` of an object that is removed may come back
+        self._rrefs: dict[str, RRef[Any]] = {}
+        self._changes = 0
+        self._watchers: set[Callable[[], None]] = set()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names, sorted."""
+        with self._lock:
+            return tuple(sorted(self._rrefs))
+
+    def find(self, name: str) -> RRef[Any] | None:
+        """Return the RRef registered as `name`, None if there is none."""
+        with self._lock:
+            return self._rrefs.get(name)
+
+    def state(self, name: str) -> tuple[int, RRef[Any] | None]:
+        """Return how often the table has changed, and the RRef registered as `name` or None."""
+        with self._lock:
+            return self._changes, self._rrefs.get(name)
+
+    def add(self, name: str, rref: RRef[Any]) -> None:
+        """Register an RRef. Raises ValueError if the name is taken."""
+        with self._lock:
+            if (found := self._rrefs.get(name)) is not None:
+                raise ValueError(f"the name {name!r} is taken by {found!r}; unregister it first")
+            self._rrefs[name] = rref
+            self._changes += 1
+        self._notify()
+
+    def remove(self, name: str) -> None:
+        """Remove a name. Raises ValueError if it is not registered."""
+        with self._lock:
+            if self._rrefs.pop(name, None) is None:
+                known = ", ".join(sorted(self._rrefs)) or "none"
+                raise ValueError(f"{name!r} is not registered; registered names: {known}")
+            self._changes += 1
+        self._notify()
+
+    def clear(self) -> None:
+        """Remove all names."""
+        with self._lock:
+            self._rrefs.clear()
+            self._changes += 1
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` after each change, in any thread, until `unwatch`."""
+        with self._lock:
+            self._watchers.add(on_change)
+
+    def unwatch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` no more."""
+        with self._lock:
+            self._watchers.discard(on_change)
+
+    def _notify(self) -> None:
+        with self._lock:
+            watchers = [*self._watchers]
+        for on_change in watchers:
+            on_change()
 
 
 def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
@@ -101,19 +169,15 @@ State = tuple[int, RRef[Any] | None]
 
 async def watch_state(name: str, watcher: str, process: int) -> State:
     """Return the state of a name here. From now on its changes are told to that process."""
-    return _registry().add_watcher(name, Party(watcher, process))  # type: ignore[no-any-return]
+    return _registry().add_watcher(name, Party(watcher, process))
 
 
 async def take_state(name: str, worker: str, process: int, state: State) -> bool:
     """Note the state of a name in a process; return whether it is watched here."""
-    return _registry().take(name, Party(worker, process), state)  # type: ignore[no-any-return]
+    return _registry().take(name, Party(worker, process), state)
 
 
-def _registry() -> Any:
-    if (node := entry_points.current()) is None or node.registry.is_closed:
+def _registry() -> "Registry":
+    if (node := entry_points.here) is None or node.registry.is_closed:
         raise entry_points.not_in_world(entry_points.NOT_SERVING)
     return node.registry
-
-
-ALWAYS_EXPORTED = watch_name, watch_state, take_state
-"""What `lookup` and `members` call: every worker answers, whatever it exports."""

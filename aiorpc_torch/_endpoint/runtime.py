@@ -42,7 +42,7 @@ def in_thread(function: Callable[[], T]) -> Coroutine[Any, Any, T]:
     if (recording := current_record()) is not None:
         function = functools.partial(recording.run, function)
     run = functools.partial(contextvars.copy_context().run, function)
-    start = None if node is None else node.server.lend_thread
+    start = None if node is None else node.server.executor.submit_to_threads
     return run_in_thread(run, "aiorpc-def", start)
 
 

@@ -7,18 +7,16 @@ blocked. The rest is written by Python, as soon as the main thread runs Python c
 import asyncio
 import contextlib
 import faulthandler
-import functools
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from .._aio.places import awaited_by
-from .calls_in_flight import PendingCall, pending
+from .calls_in_flight import pending
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -38,7 +36,9 @@ def dump_on_signal() -> Iterator[None]:
         yield
         return
     output, loop = sys.__stderr__ or sys.stderr, asyncio.get_running_loop()
-    signal.signal(signal.SIGUSR1, functools.partial(_on_signal, output, loop))
+    signal.signal(
+        signal.SIGUSR1, lambda number, frame: print(report(loop), file=output, flush=True)
+    )
     faulthandler.register(signal.SIGUSR1, output, all_threads=True, chain=True)
     try:
         yield
@@ -47,24 +47,16 @@ def dump_on_signal() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def _on_signal(
-    output: TextIO, loop: asyncio.AbstractEventLoop, number: int, frame: FrameType | None
-) -> None:
-    print(report(loop), file=output, flush=True)
-
-
 def report(loop: asyncio.AbstractEventLoop) -> str:
     """Return the calls in flight and the stacks of the tasks of `loop`, as text."""
-    calls = [_describe(call) for call in pending()]
-    lines = [f"{len(calls)} calls in flight in process {os.getpid()}, the oldest first:", *calls]
+    calls = pending()
+    lines = [f"{len(calls)} calls in flight in process {os.getpid()}, the oldest first:"]
+    for call in calls:
+        way = "from" if call.incoming else "to"
+        lines.append(f"  {call.method} {way} worker {call.worker!r}, {call.age:.2f} s")
     for task in asyncio.all_tasks(loop):
         lines += [f"Task {task.get_name()!r}:", *stack_of(task.get_coro())]
     return "\n".join(lines)
-
-
-def _describe(call: PendingCall) -> str:
-    way = "from" if call.incoming else "to"
-    return f"  {call.method} {way} worker {call.worker!r}, {call.age:.2f} s"
 
 
 def stack_of(awaited: Any) -> Iterator[str]:

@@ -45,31 +45,29 @@ class LongWaits:
             oldest = connection.oldest(1)
             if not oldest or now - oldest[0][1].started <= LONG:
                 continue
-            calls = (Outgoing(loop, connection, *each) for each in connection.oldest(LOOKED_AT))
-            long = [each for each in calls if now - each.receiver.started > LONG]
-            if not long:  # it has ended between the two looks
-                continue
-            if new := self._loud(connection, long, now):
-                call_soon(loop, connection.questions.ask, new, (), LIMITS, _warn)
-
-    def _loud(self, connection: Connection, long: Sequence[Outgoing], now: float) -> list[int]:
-        """Return the numbers of the calls to warn of now; others may follow at the next look."""
-        found: list[int] = []
-        last = self._seen.get(connection, -1)
-        for call in long:
-            if call.number <= last:
-                continue
-            if len(found) == MOST:
-                break
-            self._seen[connection] = call.number
-            if self._is_loud(call, now):
-                found.append(call.number)
-        return found
+            found: list[int] = []
+            last = self._seen.get(connection, -1)
+            for each in connection.oldest(LOOKED_AT):
+                call = Outgoing(loop, connection, *each)
+                if now - call.receiver.started <= LONG or call.number <= last:
+                    continue
+                if len(found) == MOST:  # the others follow at the next look
+                    break
+                self._seen[connection] = call.number
+                if self._is_loud(call, now):
+                    found.append(call.number)
+            if found:
+                call_soon(loop, connection.questions.ask, found, (), LIMITS, _warn)
 
     def _is_loud(self, call: Outgoing, now: float) -> bool:
         """Return whether to warn of a call that waits for long."""
-        if isinstance(call.receiver, StreamReader) or self._is_nested(call):
+        made_by: Any = call.made_by
+        if isinstance(call.receiver, StreamReader):
             return False
+        if made_by is not None:  # by a call that runs here, say
+            session, number = made_by
+            if session == BATCH or number in getattr(self._sessions.get(session), "calls", ()):
+                return False
         key = call.connection.peer.name, call_name(call.receiver.source)
         if now - self._warned.get(key, -QUIET) < QUIET:
             return False
@@ -77,14 +75,6 @@ class LongWaits:
             self._warned.clear()
         self._warned[key] = now
         return True
-
-    def _is_nested(self, call: Outgoing) -> bool:
-        """Return whether a call that runs here has made it."""
-        made_by: Any = call.made_by
-        if made_by is None:
-            return False
-        session, number = made_by
-        return session == BATCH or number in getattr(self._sessions.get(session), "calls", ())
 
 
 def _warn(nodes: Sequence[CallNode]) -> None:

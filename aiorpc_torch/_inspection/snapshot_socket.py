@@ -3,10 +3,14 @@
 A daemon thread waits in `accept`. It answers while the event loop is blocked. Without a viewer it
 only looks every 2.5 s whether the loop stands, and whether a call waits for long. Abstract sockets
 are those of one network namespace: a viewer in a container sees that container's workers.
+
+Snapshots hold counters, waits and stacks. They are taken in that thread, without locks. What grows
+with the calls in flight is cut, so a snapshot takes about a millisecond.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -14,17 +18,25 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from .._aio.fork import close_on_fork
 from .._aio.loop_lag import LOOK_INTERVAL, LoopLag, StallWatch
+from .._aio.places import stack_of_thread
+from .._aio.slow_steps import slow_steps
 from .._aio.sockets import is_same_user, listen_unix
 from .._node.node import Node
+from .._server.calls import ServerCall
 from .._server.timings import timings
-from . import snapshot
+from .._version import __version__
+from ..errors import WorkerLost
+from .calls_in_flight import where_of
+from .counters import gpu_use, stats
+from .dump import stack_of
 from .long_waits import LongWaits
 
 log = logging.getLogger("aiorpc_torch")
@@ -37,6 +49,13 @@ REQUEST_TIMEOUT = 0.5  # seconds for a viewer to send its request, and to take t
 END_TIMEOUT = 1.0  # seconds for the thread to end
 RETRY = 1.0  # seconds, where a viewer cannot be accepted for lack of descriptors
 
+OLDEST = 8  # calls of each connection in a snapshot
+OLDEST_IN_DETAIL = 50
+LAG_WINDOW = 1.5  # seconds, over which the longest lag is told
+BLOCKED = 0.1  # seconds of lag from which the stack of the loop's thread is told
+MOST_TEXT = 300  # characters of a reason
+WHERE_SECONDS = 0.15  # for the workers to tell where calls stand
+
 # No dash: at the interpreter's end it is not waited for, since it enters no operator of torch's.
 THREAD = "aiorpc:top"
 
@@ -45,9 +64,7 @@ THREAD = "aiorpc:top"
 def offered(node: Node, url: str) -> Iterator[None]:
     """Let viewers take snapshots of this worker in the block. On the loop that serves.
 
-    Args:
-        node: this worker.
-        url: address at which the workers of its world meet.
+    `url` is the address at which the workers of its world meet.
     """
     try:
         watched = Watched(node, world_name(url))
@@ -75,7 +92,7 @@ class Watched:
     def __init__(self, node: Node, world: str) -> None:
         self._lag = LoopLag(asyncio.get_running_loop())
         thread = threading.get_ident()
-        self._take = functools.partial(snapshot.take, node, world, self._lag, thread)
+        self._take = functools.partial(take, node, world, self._lag, thread)
         self._stalls = StallWatch(self._lag, thread, node.members.name)
         self._long_waits = LongWaits(node)
         self._watched_until = 0.0
@@ -126,7 +143,12 @@ class Watched:
             return
         self._watched_until = time.monotonic() + QUIET
         self._measure()
-        viewer.sendall(_encoded(functools.partial(self._take, detail=b"detail" in request)))
+        try:
+            text = json.dumps(self._take(detail=b"detail" in request), default=str)
+        except Exception as exc:  # that must not hide the worker
+            log.debug("a snapshot failed: %r", exc)
+            text = json.dumps({"error": repr(exc)})
+        viewer.sendall(f"{text}\n".encode())
 
     def _measure(self) -> None:
         """Look at the event loop, rarely if no viewer has asked for a while."""
@@ -148,11 +170,94 @@ class Watched:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def _encoded(take: Callable[[], Any]) -> bytes:
-    """Return a snapshot as a line of JSON, or its failure: that must not hide the worker."""
+def take(node: Node, world: str, lag: LoopLag, thread: int, *, detail: bool) -> dict[str, Any]:
+    """Return what `top` shows of a worker of `world`, whose event loop runs in `thread`, as JSON.
+
+    With `detail` the oldest calls are added, with their stacks.
+    """
+    members = node.members
+    found: dict[str, Any] = {
+        "version": __version__,
+        "time": time.monotonic(),
+        "pid": os.getpid(),
+        "name": members.name,
+        "world": world,
+        "members": {each.name: each.rank for each in [*members.workers.values()]},
+        "processes": {each.name: each.worker_id for each in [*members.workers.values()]},
+        "coordinator": members.coordinator,
+        "restarts": members.restarts,
+        "gpus": gpu_use(),
+        "lost": {
+            name: (error.reason if isinstance(error, WorkerLost) else str(error))[:MOST_TEXT]
+            for name, error in members.lost().items()
+        },
+        "left": [name for name, failure in members.told().items() if not failure],
+        "stats": dataclasses.asdict(stats()),
+        "timings": timings.snapshot(),
+        "slow_steps": slow_steps.counts(),
+        "waits": _waits(node),
+        "serving": [_describe(call) for call in _oldest(node, OLDEST)],
+        "loop": {"lag": lag.longest(LAG_WINDOW), "blocked": 0.0},
+    }
+    if lag.blocked_for() >= BLOCKED and (stack := stack_of_thread(thread)) is not None:
+        found["loop"] |= {"function": stack.function, "stack": [*stack.frames]}
+        found["loop"]["blocked"] = lag.blocked_for()  # 0.0 if the loop went on meanwhile
+    if detail:
+        found["calls"] = []
+        for call in _oldest(node, OLDEST_IN_DETAIL):
+            frames = () if call.task is None else stack_of(call.task.get_coro())
+            stack_of_call = [line.strip() for line in frames]
+            found["calls"].append({**_describe(call), "stack": stack_of_call})
+        found["threads"] = _threads()
+        found["where"] = [] if lag.blocked_for() >= BLOCKED else _where(node)
+    return found
+
+
+def _waits(node: Node) -> list[dict[str, Any]]:
+    """Return for each peer the calls that this worker waits for, and the oldest of them."""
+    now, found = time.monotonic(), []
+    for peer, (count, oldest) in node.pool.waits(OLDEST).items():
+        method, started = min(oldest, key=lambda call: call[1], default=("", now))
+        found.append({"worker": peer, "calls": count, "method": method, "age": now - started})
+    return found
+
+
+def _oldest(node: Node, most: int) -> list[ServerCall]:
+    """Return the oldest calls that run here."""
+    return sorted(node.server.open_calls(most), key=lambda call: call.started)[:most]
+
+
+def _describe(call: ServerCall) -> dict[str, Any]:
+    age = max(0.0, time.monotonic() - call.started)
+    stream = not getattr(call, "sends_value", True)
+    return {"method": call.name, "worker": call.caller, "age": age, "stream": stream}
+
+
+def _where(node: Node) -> list[str]:
+    """Return where the oldest calls stand that this worker has made, as text."""
+    if not (calls := sorted(node.pool.outgoing(), key=lambda each: each.receiver.started)):
+        return []
+    asking = where_of(calls[:OLDEST], WHERE_SECONDS)
     try:
-        text = json.dumps(take(), default=str)
-    except Exception as exc:
-        log.debug("a snapshot failed: %r", exc)
-        text = json.dumps({"error": repr(exc)})
-    return f"{text}\n".encode()
+        answer = asyncio.run_coroutine_threadsafe(asking, node.loop)
+    except RuntimeError:  # the loop is closed
+        asking.close()
+        return []
+    try:
+        return str(answer.result(2 * WHERE_SECONDS)).splitlines()
+    except TimeoutError:
+        answer.cancel()
+        return []
+
+
+def _threads() -> dict[str, list[str]]:
+    """Return the stacks of the threads that run plain `def` methods."""
+    names = {each.ident: each.name for each in threading.enumerate()}
+    found = {}
+    for ident in sys._current_frames():
+        name = names.get(ident, "")
+        if not name.startswith("aiorpc-def") or (stack := stack_of_thread(ident)) is None:
+            continue
+        if not stack.function.startswith("DaemonThreadPool."):  # else it is idle
+            found[name] = [*stack.frames]
+    return found

@@ -12,7 +12,7 @@ from .._aio.loops import call_soon, run_on_loop
 from .._client.call import RemoteCall
 from .._client.pool import Outgoing
 from .._client.stream_reader import StreamReader
-from .._endpoint.standing import block_of
+from .._endpoint.answers import block_of
 from .._server.session import Session
 from .._server.standing import MOST_HOLDERS, Subject, View
 from .._wire.frames import WHERE
@@ -110,7 +110,10 @@ class Tracing:
         path: Sequence[Key],
         limits: Limits,
     ) -> list[CallNode]:
-        node = subject.node(self._worker, depth, reason, is_certain=is_certain)
+        of, stands = subject, (subject.state, subject.lines, subject.inside)
+        node = CallNode(
+            depth, of.key, of.name, self._worker, of.caller, of.age, *stands, reason, is_certain
+        )
         if subject.key in path:
             return [node._replace(is_again=True)]
         path = (*path, subject.key)
@@ -147,7 +150,9 @@ class Tracing:
 
 def tracing(worker: "Node") -> Tracing:
     """Return the calls of a worker, as they stand now."""
-    return Tracing(worker.server.view(), worker.pool.outgoing(), worker.server.name)
+    server = worker.server
+    view = View(server.name, server.open_calls(), server.executor)
+    return Tracing(view, worker.pool.outgoing(), server.name)
 
 
 async def _asked(

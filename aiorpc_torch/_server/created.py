@@ -36,16 +36,15 @@ CANCEL_TIMEOUT = 0.5  # seconds for an `aclose` to end after its cancellation
 Finalizer = Callable[[Any], None]
 """The `__del__` that a class has of its own."""
 
+_REPLACED = "__aiorpc_replaced__"
+"""Attribute of our `__del__`: the one that the class defines itself, else None."""
+
 
 class CreatedObjects:
-    """The objects created on one worker that have `aclose()` or `close()`, which ends them.
-
-    Args:
-        call_on_loop: runs a function on that loop; callable from any thread.
-    """
+    """The objects created on one worker that have `aclose()` or `close()`, which ends them."""
 
     def __init__(self, call_on_loop: Callable[[Callable[[], None]], None]) -> None:
-        self._call_on_loop = call_on_loop
+        self._call_on_loop = call_on_loop  # runs a function on that loop; in any thread
         self._alive: dict[int, weakref.ref[Any]] = {}  # by the object's id
         self._released: deque[tuple[Any, Finalizer | None]] = deque()
         self._ending: dict[asyncio.Task[None], str] = {}
@@ -112,7 +111,12 @@ class CreatedObjects:
         # Not sooner: from Python 3.13 on, a class whose attributes have changed a thousand times
         # loses the interpreter's caches.
         for cls in self._hooked.owners():
-            _unhook(cls)
+            hooked: Any = cls
+            replaced = getattr(vars(cls).get("__del__"), _REPLACED, cls)
+            if replaced is None:
+                del hooked.__del__
+            elif replaced is not cls:  # else another one has replaced ours since
+                hooked.__del__ = replaced
         if not self._ending:
             return
         _, late = await asyncio.wait([*self._ending], timeout=timeout)
@@ -127,11 +131,14 @@ class CreatedObjects:
 
 async def _end(instance: Any, name: str, finalizer: Finalizer | None) -> None:
     try:
-        if is_limited(instance):
-            async with turns_of(instance).hold(name):
-                await _call_end(instance, name)
-        else:
-            await _call_end(instance, name)
+        turn = turns_of(instance).hold(name) if is_limited(instance) else contextlib.nullcontext()
+        async with turn:
+            end = getattr(instance, end_of(instance) or "")
+            result = end() if runs_on_loop(end) else await run_in_thread(end, "aiorpc-close")
+            if inspect.iscoroutine(result):
+                await warn_if_blocking(result, name)
+            elif inspect.isawaitable(result):
+                await result
         if finalizer is not None:  # Python calls it once only, and the object was kept instead
             finalizer(instance)
     except asyncio.CancelledError:
@@ -140,47 +147,17 @@ async def _end(instance: Any, name: str, finalizer: Finalizer | None) -> None:
         log.error("%s of a created object failed", name, exc_info=exc)
 
 
-async def _call_end(instance: Any, name: str) -> None:
-    end = getattr(instance, end_of(instance) or "")
-    if runs_on_loop(end):
-        result = end()
-    else:
-        result = await run_in_thread(end, "aiorpc-close")
-    if inspect.iscoroutine(result):
-        await warn_if_blocking(result, name)
-    elif inspect.isawaitable(result):
-        await result
-
-
 def end_of(instance: Any) -> str | None:
     """Return the name of the method that ends an object: "aclose", else "close", else None."""
     for name in ("aclose", "close"):
         method = getattr(type(instance), name, None)  # not of a proxy, which has any attribute
-        if callable(method) and _takes_nothing(method):
-            return name
+        if not callable(method):
+            continue
+        try:
+            inspect.signature(method).bind(None)
+        except TypeError:  # it takes arguments
+            continue
+        except ValueError:  # of a builtin without a signature
+            pass
+        return name
     return None
-
-
-def _takes_nothing(method: Any) -> bool:
-    try:
-        inspect.signature(method).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # of a builtin without a signature
-        pass
-    return True
-
-
-# ── release ─────────────────────────────────────────────────────────────────────────────────────
-
-_REPLACED = "__aiorpc_replaced__"
-"""Attribute of our `__del__`: the one that the class defines itself, else None."""
-
-
-def _unhook(cls: Any) -> None:
-    """Remove our `__del__` from a class, unless another one has replaced it since."""
-    replaced = getattr(vars(cls).get("__del__"), _REPLACED, cls)
-    if replaced is None:
-        del cls.__del__
-    elif replaced is not cls:
-        cls.__del__ = replaced

@@ -11,7 +11,7 @@ class alone, so a guard stands there in the place of each `async def`, also of s
 import contextlib
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -111,7 +111,16 @@ def _limit_class(cls: Any, limit: int, name: str) -> None:
         raise TypeError(f"{cls.__name__} has a limit already: it is exclusive, or max_concurrency")
     setattr(cls, LIMIT, limit)
     _guard_methods(cls)
-    _guard_subclasses(cls)
+    own = vars(cls).get("__init_subclass__")
+
+    def guard_subclass(sub: type, /, **kwargs: Any) -> None:
+        if own is None:
+            super(cls, sub).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, sub)(**kwargs)
+        _guard_methods(sub)
+
+    cls.__init_subclass__ = classmethod(guard_subclass)
 
 
 def _limited_method(function: Any, limit: int) -> Any:
@@ -119,22 +128,14 @@ def _limited_method(function: Any, limit: int) -> Any:
         raise TypeError(
             "max_concurrency does not take a @batched method: use batched(max_concurrent_batches=)"
         )
-    if type(function) is not FunctionType or not _is_method(function):
+    outer = function.__qualname__.rpartition(".")[0] if type(function) is FunctionType else ""
+    if not outer or outer.endswith("<locals>"):  # no method
         raise TypeError(f"max_concurrency decorates a class or a method, got {function!r}")
     turns = functools.partial(turns_of, method=function.__name__, limit=limit)
     coroutine = getattr(function, COROUTINE, function)
-    guard = _guard_of(coroutine, coroutine.__get__, turns)
-    if guard is not None:
-        guard = guard if coroutine is function else async_execution(guard)
-        setattr(guard, _GUARD, (guard, coroutine.__get__))
-    found = function if guard is None else guard
+    found = _guard_of(function, coroutine.__get__, turns) or function
     setattr(found, METHOD_TURNS, (found, turns))
     return found
-
-
-def _is_method(function: Any) -> bool:
-    outer, _, _ = function.__qualname__.rpartition(".")
-    return outer != "" and not outer.endswith("<locals>")
 
 
 def turns_for(instance: Any, function: Any) -> Turns | None:
@@ -171,7 +172,6 @@ def _guard_methods(cls: type) -> None:
         function = inspect.getattr_static(cls, name, None)
         if name.startswith("_") or type(function) is not FunctionType:
             continue
-        coroutine = getattr(function, COROUTINE, function)
         if METHOD_TURNS in vars(function):
             raise TypeError(
                 f"{cls.__name__} limits its calls together: {name} cannot have a limit of its own"
@@ -179,45 +179,43 @@ def _guard_methods(cls: type) -> None:
         if _bind_of(function):
             continue
         # Inherited: by the order of inheritance, which may have another class between the two.
-        is_own = name in vars(cls)
-        bind = function.__get__ if is_own else functools.partial(_inherited, cls, name)
-        if (guard := _guard_of(coroutine, bind, turns_of)) is not None:
-            guard = guard if coroutine is function else async_execution(guard)
-            setattr(guard, _GUARD, (guard, bind))
+        bind = function.__get__
+        if name not in vars(cls):
+            bind = functools.partial(
+                lambda name, instance: getattr(super(cls, instance), name), name
+            )
+        if (guard := _guard_of(function, bind, turns_of)) is not None:
             setattr(cls, name, guard)
-
-
-def _inherited(cls: type, name: str, instance: Any) -> Any:
-    return getattr(super(cls, instance), name)
 
 
 def _guard_of(
     function: Callable[..., Any], bind: Callable[[Any], Any], turns_of: Callable[[Any], Turns]
 ) -> Any:
-    """Return a function that takes a turn, None if `function` cannot wait for one.
+    """Return the guard of a function, which takes a turn; None if `function` cannot wait for one.
 
     A plain `def` cannot. On the loop, waiting would block all. In a thread, it could wait for the
     method that has started the thread, as it lacks that method's context.
     """
-    if inspect.iscoroutinefunction(function):
-        return _guarded_coroutine(function, bind, turns_of)
-    if inspect.isasyncgenfunction(function):
-        return _guarded_generator(function, bind, turns_of)
-    return None
+    coroutine = getattr(function, COROUTINE, function)
+    guard: Any
+    if inspect.iscoroutinefunction(coroutine):
 
+        @functools.wraps(coroutine)
+        async def guard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            turns = turns_of(self)
+            if turns.is_held_by(ancestor_batches()):
+                return await bind(self)(*args, **kwargs)
+            async with turns.hold(coroutine.__qualname__):
+                return await bind(self)(*args, **kwargs)
 
-def _guarded_coroutine(
-    function: Callable[..., Any], bind: Callable[[Any], Any], turns_of: Callable[[Any], Turns]
-) -> Callable[..., Coroutine[Any, Any, Any]]:
-    @functools.wraps(function)
-    async def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        turns = turns_of(self)
-        if turns.is_held_by(ancestor_batches()):
-            return await bind(self)(*args, **kwargs)
-        async with turns.hold(function.__qualname__):
-            return await bind(self)(*args, **kwargs)
-
-    return guarded
+    elif inspect.isasyncgenfunction(coroutine):
+        guard = _guarded_generator(coroutine, bind, turns_of)
+    else:
+        return None
+    if coroutine is not function:
+        guard = async_execution(guard)
+    setattr(guard, _GUARD, (guard, bind))
+    return guard
 
 
 def _guarded_generator(
@@ -255,16 +253,3 @@ def _guarded_generator(
                     turn.leave()
 
     return guarded
-
-
-def _guard_subclasses(cls: Any) -> None:
-    own = vars(cls).get("__init_subclass__")
-
-    def guard_subclass(sub: type, /, **kwargs: Any) -> None:
-        if own is None:
-            super(cls, sub).__init_subclass__(**kwargs)
-        else:
-            own.__get__(None, sub)(**kwargs)
-        _guard_methods(sub)
-
-    cls.__init_subclass__ = classmethod(guard_subclass)

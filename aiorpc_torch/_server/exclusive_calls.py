@@ -29,8 +29,7 @@ class CallInTurn(ServerCall):
     def enter(self, begin: Callable[[], None]) -> bool:
         """Enter the queue; return whether the turn has begun, otherwise `begin` is called later.
 
-        Raises:
-            RuntimeError: if the call would wait for itself.
+        Raises RuntimeError if the call would wait for itself.
         """
         batches = NO_BATCHES if self.scope is None else self.scope.batches
         turns: Turns = self.joiner.turns

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._endpoint import names, pauses, standing
+from .._endpoint.answers import block_of, pause_object, settle_pause
+from .._endpoint.names import take_state, watch_name, watch_state
 from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (
@@ -26,7 +27,11 @@ from .._wire.targets import (
 from .._wire.wire_targets import BOUND, MAKE, NamedTarget, read_named
 from ..errors import NotExported
 
-ALWAYS_EXPORTED = *names.ALWAYS_EXPORTED, *pauses.ALWAYS_EXPORTED, *standing.ALWAYS_EXPORTED
+ALWAYS_EXPORTED = (
+    *(watch_name, watch_state, take_state),  # called by `lookup` and `members`
+    *(pause_object, settle_pause),  # by `paused`
+    block_of,  # by answers where calls stand
+)
 
 Export = Callable[..., Any] | str
 """A class, a function, or the name of a module, which includes its submodules."""
@@ -86,12 +91,21 @@ class ExportPolicy:
                 self._refuse(f"{_describe(type(found))}.{target.name}")
         elif isinstance(target, BoundTarget | MakeTarget):
             function = target.function
-            if not (self._is_method(function, found) or self._has_function(function)):
+            name = getattr(function, "__name__", "")
+            is_its = any(vars(cls).get(name) is function for cls in type(found).__mro__)
+            if is_its and self._has_class(type(found)):
+                return
+            of_module = self._has_module(getattr(function, "__module__", None))
+            is_public = name != "" and not name.startswith("_")
+            if not ((is_public and of_module) or self._has_object(function)):
                 self._refuse(_describe(function))
         # `load_target` has checked functions and classes. Who holds an RRef may fetch its object.
 
     def _find(self, path: str, module: str, by_itself: bool) -> Any:
-        """Return what has that name in a loaded module, without running user code."""
+        """Return what has that name in a loaded module, without running user code.
+
+        Neither descriptors nor `__getattr__` are run.
+        """
         name = f"{module}.{path}"
         if self._has_module(module):
             importlib.import_module(module)
@@ -99,23 +113,24 @@ class ExportPolicy:
         found: Any = sys.modules.get(module)
         parts = path.split(".")
         for part in parts:
-            owner, found = found, _static_attribute(found, part)
+            owner, found = found, None
+            if isinstance(owner, type):
+                found = next((vars(cls)[part] for cls in owner.__mro__ if part in vars(cls)), None)
+            elif isinstance(owner, types.ModuleType):
+                found = vars(owner).get(part)
         if isinstance(owner, type) and isinstance(found, _BOUND_BY_CLASS):
             found = getattr(owner, parts[-1])
         is_public = not any(part.startswith("_") for part in parts)
         inside = is_public and isinstance(owner, type) and self._has_class(owner)
         if by_itself and not (inside and callable(found)):
-            self._check_itself(found, name, is_public)
+            exported = is_among(found, ALWAYS_EXPORTED) or self._has_object(found)
+            if not exported and is_public:
+                exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
+            if not exported:
+                self._refuse(name)
         if found is None:
             self._refuse(name)
         return found
-
-    def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
-        exported = is_among(found, ALWAYS_EXPORTED) or self._has_object(found)
-        if not exported and is_public:
-            exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
-        if not exported:
-            self._refuse(name)
 
     def _refuse(self, name: str) -> NoReturn:
         raise NotExported(
@@ -123,17 +138,13 @@ class ExportPolicy:
         )
 
     def _has_object(self, found: Any) -> bool:
-        return any(found is each or _is_same_callable(found, each) for each in self._objects)
-
-    def _has_function(self, function: Any) -> bool:
-        is_public = not getattr(function, "__name__", "_").startswith("_")
-        inside = is_public and self._has_module(getattr(function, "__module__", None))
-        return inside or self._has_object(function)
-
-    def _is_method(self, function: Any, found: Any) -> bool:
-        name = getattr(function, "__name__", "")
-        is_its = any(vars(cls).get(name) is function for cls in type(found).__mro__)
-        return is_its and self._has_class(type(found))
+        if any(found is each for each in self._objects):
+            return True
+        # Each access makes a new object of class methods and of most torch functions.
+        kinds = types.BuiltinFunctionType, types.MethodType
+        return isinstance(found, kinds) and any(
+            type(found) is type(each) and found == each for each in self._objects
+        )
 
     def _has_class(self, cls: type) -> bool:
         return any(
@@ -150,25 +161,12 @@ class ExportPolicy:
         )
 
 
-def _static_attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of a module or class without running descriptors or `__getattr__`."""
-    if isinstance(owner, type):
-        return next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
-    return vars(owner).get(name) if isinstance(owner, types.ModuleType) else None
-
-
 _BOUND_BY_CLASS = (
     classmethod,
     staticmethod,
     types.BuiltinFunctionType,
     types.ClassMethodDescriptorType,
 )
-
-
-def _is_same_callable(one: Any, other: Any) -> bool:
-    # Each access makes a new object of class methods and of most torch functions.
-    kinds = types.BuiltinFunctionType, types.MethodType
-    return type(one) is type(other) and isinstance(one, kinds) and one == other
 
 
 def _describe(found: Any) -> str:

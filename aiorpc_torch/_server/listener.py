@@ -6,10 +6,12 @@ limited. (tests/loopback/test_connections_internals.py)
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +24,11 @@ from .._aio.loops import call_soon
 from .._aio.sockets import BACKLOG, Acceptor, detach_socket, is_same_user, listen_unix
 from .._channel import Channel
 from .._peers.peers import Peer
+from .._port.dialer import receive_exactly
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
 from .._port.strangers import LEFT, Strangers, host_of
+from .._port.tls import Tls
 from .._wire.handshake import (
     CALLS,
     HELLO,
@@ -36,7 +40,6 @@ from .._wire.handshake import (
     new_nonce,
     read_number,
 )
-from .socket_proofs import SocketProofs
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -47,16 +50,6 @@ descriptors, 500 members have two each."""
 
 PROOF_TIMEOUT = 5.0  # seconds
 
-Accept = Callable[[Party, int], Channel]
-"""Makes the session of a caller's connection with that number."""
-
-AcceptSocket = Callable[[Party, int, int, socket.socket], None]
-"""Takes a socket for tensors of that connection, and its purpose."""
-
-
-_Handed = tuple[Callable[[], object], socket.socket]
-"""What takes a connection that the port has accepted, and its socket."""
-
 
 class Listener:
     """The listening sockets of one worker, and the credentials that it gave to callers."""
@@ -65,40 +58,44 @@ class Listener:
         self,
         me: Party,
         host: str | None,
-        accept: Accept,
-        accept_socket: AcceptSocket,
+        accept: Callable[[Party, int], Channel],
+        accept_socket: Callable[[Party, int, int, socket.socket], None],
         port: Port | None = None,
     ) -> None:
         """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given.
 
-        If the worker has one port for all purposes, that one is used in place of a port of `host`.
+        Args:
+            accept: makes the session of a caller's connection with that number.
+            accept_socket: takes a socket for tensors of that connection, and its purpose.
+            port: the worker's one port for all purposes, in place of a port of `host`.
         """
         self._me = me
-        self._port = port
-        self._proofs: SocketProofs | None = None
-        self._handed: deque[_Handed] = deque()
+        # What takes the connections that the port has accepted, and their sockets.
+        self._handed: deque[tuple[Callable[[], object], socket.socket]] = deque()
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
         self._acceptor = Acceptor(f"worker {me.name!r}", self._open)
-        self._opening: dict[asyncio.Task[Any], socket.socket] = {}
+        self._opening: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._credentials: dict[bytes, Credentials] = {}
-        self._unproven = Strangers(MAX_UNPROVEN)
+        self._unproven, self._proving = Strangers(MAX_UNPROVEN), Strangers(MAX_UNPROVEN)
         try:
-            self.addresses = self._listen(host)
+            name = f"aiorpc-{secrets.token_hex(16)}"
+            self._acceptor.add(listen_unix(name))
+            tcp = None
+            if port is not None:
+                port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open))
+                if port.tls is not None:
+                    prove = partial(self._prove_in_thread, port.tls)
+                    port.serve(TENSORS_AT_PORT, partial(self._hand_over, prove))
+                tcp = port.host, port.number
+            elif host is not None:
+                tcp = self._listen_tcp(host)
+            self.addresses = Addresses(network_namespace(), name, tcp)
         except BaseException:
             self.close()
             raise
-
-    def _listen(self, host: str | None) -> Addresses:
-        name = f"aiorpc-{secrets.token_hex(16)}"
-        self._acceptor.add(listen_unix(name))
-        if self._port is not None:
-            self._serve_at(self._port)
-            return Addresses(network_namespace(), name, (self._port.host, self._port.number))
-        tcp = None if host is None else self._listen_tcp(host)
-        return Addresses(network_namespace(), name, tcp)
 
     def _listen_tcp(self, host: str) -> tuple[str, int]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -111,13 +108,6 @@ class Listener:
         if self.addresses.tcp is None and not self._is_closed:
             self.addresses = replace(self.addresses, tcp=self._listen_tcp(host))
 
-    def _serve_at(self, port: Port) -> None:
-        """Take connections at the worker's one port."""
-        port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open))
-        if port.tls is not None:
-            self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
-            port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
-
     def _hand_over(
         self, take: Callable[..., object], accepted: socket.socket, *settings: ssl.SSLContext
     ) -> None:
@@ -129,19 +119,17 @@ class Listener:
             accepted.close()
             return
         self._handed.append((partial(take, accepted, *settings), accepted))
-        if len(self._handed) > MAX_UNPROVEN and (oldest := self._next_handed()) is not None:
-            oldest[1].close()
+        if len(self._handed) > MAX_UNPROVEN:
+            with contextlib.suppress(IndexError):  # the loop has taken the last one
+                self._handed.popleft()[1].close()
         call_soon(self._loop, self._take_handed)
 
-    def _next_handed(self) -> _Handed | None:
-        try:
-            return self._handed.popleft()
-        except IndexError:  # the other thread may have taken the last one
-            return None
-
     def _take_handed(self) -> None:
-        while (handed := self._next_handed()) is not None:
-            take, accepted = handed
+        while self._handed:
+            try:
+                take, accepted = self._handed.popleft()
+            except IndexError:  # the port's thread has closed the last one
+                return
             if self._is_closed:
                 accepted.close()
             else:
@@ -153,13 +141,52 @@ class Listener:
         opening = self._loop.create_task(
             self._loop.connect_accepted_socket(make, accepted, ssl=settings)
         )
-        self._opening[opening] = accepted
-        opening.add_done_callback(self._on_opened)
+        self._opening.add(opening)
 
-    def _on_opened(self, opening: asyncio.Task[Any]) -> None:
-        accepted = self._opening.pop(opening)
-        if opening.cancelled() or opening.exception() is not None:
+        def on_opened(opening: asyncio.Task[Any]) -> None:
+            self._opening.discard(opening)
+            if opening.cancelled() or opening.exception() is not None:
+                accepted.close()
+
+        opening.add_done_callback(on_opened)
+
+    def _prove_in_thread(self, tls: Tls, accepted: socket.socket) -> None:
+        """Wait for the proof at a socket for tensors by TLS, which has a thread meanwhile.
+
+        Such a socket is one of blocking calls from the start: asyncio cannot give away what has
+        begun TLS. (tests/unit/server/test_socket_proofs.py)
+        """
+        closer = accepted.dup()  # whoever wraps a socket closes the object
+        close_on_fork(closer)
+        timer = self._loop.call_later(PROOF_TIMEOUT, _shut_down, closer)
+        self._proving.add(closer, host_of(accepted), lambda _: _shut_down(closer))
+
+        def done(outcome: tuple[socket.socket, Hello, bytes] | None) -> None:
+            timer.cancel()
+            self._proving.remove(closer)
+            closer.close()
+            if outcome is not None:
+                self._on_tensor_socket(*outcome)
+
+        def work() -> None:
+            accepted.settimeout(PROOF_TIMEOUT)
+            sock, nonce, outcome = accepted, new_nonce(), None
+            try:
+                sock = tls.server.wrap_socket(accepted, server_side=True)
+                sock.sendall(nonce)
+                outcome = sock, Hello.load(receive_exactly(sock, HELLO)), nonce
+            except (OSError, ValueError) as exc:
+                log.debug("refused a socket for tensors: %r", exc)
+                sock.close()
+                accepted.close()
+            call_soon(self._loop, done, outcome)
+
+        try:
+            threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
+        except RuntimeError as exc:  # the caller's tensors travel by torch RPC
+            log.warning("refused a socket for tensors: %r", exc)
             accepted.close()
+            done(None)
 
     def introduce(self, caller: Peer) -> Introduction:
         """Return the credentials and addresses for a caller; the same at each request."""
@@ -175,9 +202,10 @@ class Listener:
             caller.credentials = None
             del self._credentials[known.key]
 
-    def find(self, key: bytes) -> Credentials | None:
-        """Return the credentials with that key, None if there are none."""
-        return self._credentials.get(key)
+    def proven(self, hello: Hello, nonce: bytes) -> Credentials | None:
+        """Return the credentials of a caller, None if it has not proven that it has them."""
+        found = self._credentials.get(hello.key)
+        return found if found is not None and hello.is_proven(found, nonce) else None
 
     def close(self) -> None:
         """Stop listening, and close the connections that are not authenticated."""
@@ -185,29 +213,16 @@ class Listener:
         self._acceptor.close()
         self._unproven.close()
         self._take_handed()
-        if self._proofs is not None:
-            self._proofs.close()
-
-    def add_unproven(self, unproven: "_Unproven") -> None:
-        """Add an unauthenticated connection; one that comes after `close` is closed."""
-        if self._is_closed:
-            unproven.refuse(LEFT)
-        else:
-            self._unproven.add(unproven, unproven.host, unproven.refuse)
-
-    def remove_unproven(self, unproven: "_Unproven") -> None:
-        """Remove a connection that is authenticated or closed."""
-        self._unproven.remove(unproven)
+        self._proving.close()
 
     def _on_tensor_socket(self, sock: socket.socket, hello: Hello, nonce: bytes) -> None:
         """Answer the proof of a caller that has connected a socket for tensors by TLS."""
-        credentials = self.find(hello.key)
+        credentials = self.proven(hello, nonce)
         _, purpose = read_number(hello.connection)
-        is_proven = credentials is not None and hello.is_proven(credentials, nonce)
-        if credentials is None or not is_proven or purpose == CALLS or self._is_closed:
+        if credentials is None or purpose == CALLS or self._is_closed:
             sock.close()
-            return
-        self._take_socket(sock, credentials, hello, nonce)
+        else:
+            self._take_socket(sock, credentials, hello, nonce)
 
     def start_session(
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
@@ -235,14 +250,9 @@ class Listener:
 
 
 class _Unproven(asyncio.BufferedProtocol):
-    """A connection until its caller is authenticated.
-
-    Attributes:
-        host: IP address of the caller, "" for this network namespace.
-    """
+    """A connection until its caller is authenticated."""
 
     def __init__(self, listener: Listener) -> None:
-        self.host = ""
         self._listener = listener
         self._buffer = bytearray(HELLO)
         self._size = 0
@@ -254,15 +264,18 @@ class _Unproven(asyncio.BufferedProtocol):
         opened = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._transport = opened
         peer = opened.get_extra_info("socket")
-        if peer.family != socket.AF_UNIX:
-            self.host = host_of(peer)
-        elif not is_same_user(peer):
+        is_unix = peer.family == socket.AF_UNIX
+        if is_unix and not is_same_user(peer):
             opened.abort()
             return
         close_on_fork(opened)
         self._timer = asyncio.get_running_loop().call_later(PROOF_TIMEOUT, self.refuse, "no proof")
         opened.write(self._nonce)
-        self._listener.add_unproven(self)
+        if self._listener._is_closed:
+            self.refuse(LEFT)
+        else:
+            host = "" if is_unix else host_of(peer)
+            self._listener._unproven.add(self, host, self.refuse)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._size :]
@@ -276,8 +289,7 @@ class _Unproven(asyncio.BufferedProtocol):
         except ValueError as exc:
             self.refuse(str(exc))
             return
-        credentials = self._listener.find(hello.key)
-        if credentials is None or not hello.is_proven(credentials, self._nonce):
+        if (credentials := self._listener.proven(hello, self._nonce)) is None:
             self.refuse("a wrong proof")
             return
         self._end_handshake()
@@ -298,4 +310,9 @@ class _Unproven(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._listener.remove_unproven(self)
+        self._listener._unproven.remove(self)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

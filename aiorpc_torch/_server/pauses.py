@@ -24,12 +24,6 @@ POLLS = 0.001, 0.02  # shortest and longest time between two looks at the calls 
 PATIENCE = 2.0  # without an end, after which calls pass: those that run may wait for one
 
 
-_OWN_PAUSE = (
-    "a method of an object with a limit cannot pause it: the pause would wait for calls that wait "
-    "for the turn of the method"
-)
-
-
 class _PausedObject:
     """An object, its pauses, and what runs of it while one begins."""
 
@@ -54,12 +48,7 @@ class _PausedObject:
 
 
 class Pauses:
-    """The paused objects of one worker. On its loop.
-
-    Args:
-        executor: starts the calls.
-        open_calls: returns the unanswered calls.
-    """
+    """The paused objects of one worker. On its loop."""
 
     def __init__(self, executor: Executor, open_calls: Callable[[], Collection[RpcCall]]) -> None:
         self._executor = executor
@@ -96,13 +85,26 @@ class Pauses:
                 if key != own:
                     found.add(running, key)
                 elif is_limited(instance):
-                    raise RuntimeError(_OWN_PAUSE)
+                    raise RuntimeError(
+                        "a method of an object with a limit cannot pause it: the pause would wait "
+                        "for calls that wait for the turn of the method"
+                    )
             await self._wait_for_calls(found)
             if enters:
                 found.queue.is_entered = True
             yield pause
         finally:
-            self._end(found, pause)
+            if found.queue.pause == pause:
+                for each in [*found.running]:
+                    found.remove(each)
+            released = found.queue.end_pause(pause)
+            self._changed.set()
+            self._changed = asyncio.Event()
+            if found.queue.pause is None and not len(found.queue):
+                del self._paused[id(found.instance)]
+                if not self._paused:
+                    self._executor.holds = None
+            self._start(released)
 
     async def settle(self, instance: Any, *, enters: bool) -> int:
         """Wait for the calls that have passed since the last time; return how many there were.
@@ -118,19 +120,6 @@ class Pauses:
             found.queue.is_entered = True
         return passed
 
-    def _end(self, found: _PausedObject, pause: BatchId) -> None:
-        if found.queue.pause == pause:
-            for each in [*found.running]:
-                found.remove(each)
-        released = found.queue.end_pause(pause)
-        self._changed.set()
-        self._changed = asyncio.Event()
-        if found.queue.pause is None and not len(found.queue):
-            del self._paused[id(found.instance)]
-            if not self._paused:
-                self._executor.holds = None
-        self._start(released)
-
     def _start(self, calls: Collection[ServerCall]) -> None:
         for call in calls:
             call.leave_queue = None
@@ -145,7 +134,15 @@ class Pauses:
         """
         since, patience, poll = monotonic(), PATIENCE, POLLS[0]
         while found.running:
-            ended = [each for each in found.running if not self._runs(each)]
+            ended = []
+            for each in found.running:
+                if isinstance(each, RpcCall):
+                    is_open = each.session.calls.get(each.number) is each
+                    runs = is_open or each in self._executor.in_threads
+                else:
+                    runs = not each.is_finished
+                if not runs:
+                    ended.append(each)
             for each in ended:
                 found.remove(each)
             if ended:
@@ -165,12 +162,6 @@ class Pauses:
         if isinstance(call, RpcCall):
             found.add(call, (call.session.key, call.number))
 
-    def _runs(self, running: Any) -> bool:
-        if not isinstance(running, RpcCall):
-            return not running.is_finished
-        is_open = running.session.calls.get(running.number) is running
-        return is_open or running in self._executor.in_threads
-
     def _running(self, found: _PausedObject) -> Iterator[tuple[Any, CallKey]]:
         """Yield the calls and batches that run of an object, with their keys."""
         for call in {*self._open_calls(), *self._executor.in_threads}:
@@ -178,8 +169,11 @@ class Pauses:
                 continue
             if object_of(call) is found.instance:
                 yield call, (call.session.key, call.number)
-        for batch in _batches_of(found.instance):
-            yield batch, (BATCH, batch.id[1])
+        for cls in type(found.instance).__mro__:
+            for each in vars(cls).values():
+                if hasattr(type(each), "__aiorpc_running__"):  # a batched method
+                    for batch in each.__aiorpc_running__(found.instance):
+                        yield batch, (BATCH, batch.id[1])
 
     def _holds(self, call: ServerCall) -> bool:
         """Let a call wait if its object is paused; return whether it does."""
@@ -205,10 +199,3 @@ def object_of(call: ServerCall) -> Any:
             return find_object(key)
     function = call.function
     return function.__self__ if type(function) is MethodType else None
-
-
-def _batches_of(instance: Any) -> list[Any]:
-    """Return the running batches of an object's methods; each has an `id` and `is_finished`."""
-    functions = (each for cls in type(instance).__mro__ for each in vars(cls).values())
-    batched = [each for each in functions if hasattr(type(each), "__aiorpc_running__")]
-    return [batch for each in batched for batch in each.__aiorpc_running__(instance)]

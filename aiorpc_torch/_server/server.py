@@ -21,8 +21,7 @@ from .._aio.tasks import detach_task
 from .._context.interception import is_needed
 from .._context.recording import record_of_torch_context
 from .._endpoint.entry_points import completed_future
-from .._endpoint.name_table import NameTable
-from .._endpoint.names import ALWAYS, FOR_AN_ITEM, WAITS
+from .._endpoint.names import ALWAYS, FOR_AN_ITEM, WAITS, NameTable
 from .._peers.observer import PeerObserver
 from .._peers.peers import Peer, Peers
 from .._port.port import Port
@@ -33,15 +32,11 @@ from .._torch.devices import NO_DEVICES, DeviceRoutes
 from .._wire.exceptions import FailedWorker, LeavingWorker, RemoteFailure
 from .._wire.frames import CloseReason
 from .._wire.handshake import Party, dump_introduction
-from .._wire.messages import (
-    ResultKey,
-    SessionKey,
-    load_payload,
-)
+from .._wire.messages import ResultKey, SessionKey, load_payload
 from .._wire.payloads import detach_data
 from .._wire.plain import reader
 from ..errors import RemoteError, RpcError, WorkerGone, WorkerLost
-from .calls import ServerCall
+from .calls import RpcCall, ServerCall
 from .created import CreatedObjects
 from .dispatch import Payload
 from .executor import Executor
@@ -50,8 +45,6 @@ from .listener import Listener
 from .pauses import Pauses
 from .reply import complete_reply, reply_for
 from .session import Session
-from .sessions import SessionTable
-from .standing import View
 from .torch_clients import TorchCall
 
 log = logging.getLogger("aiorpc_torch")
@@ -63,11 +56,96 @@ DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
 RETIRE_TIMEOUT = 2.0  # seconds for callers to answer that they send no further calls
 
 
+class SessionTable(dict[SessionKey, Session]):
+    """The open sessions of worker `name`, and the ended ones that have calls which still run.
+
+    The worker's loop changes the table; any thread may read it.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._ended: list[Session] = []
+        self._served = 0  # calls of ended sessions
+
+    def add(self, session: Session) -> None:
+        """Add an open session; one with the same key was given up by its caller."""
+        if (former := self.get(session.key)) is not None:
+            former.abort()
+        self[session.key] = session
+
+    def end(self, session: Session) -> None:
+        """Cancel the calls of a session that has ended."""
+        if self.get(session.key) is session:
+            del self[session.key]
+        self._served += session.dispatcher.served
+        self._cancel_calls(session)
+        self._ended = [each for each in (*self._ended, session) if each.calls]
+
+    def of(self, caller: str) -> list[Session]:
+        """Return the open sessions of a worker."""
+        return [each for each in [*self.values()] if each.caller == caller]
+
+    def of_peers(self) -> list[Session]:
+        """Return the open sessions of other workers."""
+        return [each for each in [*self.values()] if each.caller != self._name]
+
+    def callers(self) -> set[str]:
+        """Return the workers that have calls running here."""
+        return {each.caller for each in [*self.values()] if each.calls}
+
+    def connected(self) -> set[str]:
+        """Return the workers that have a connection to this one."""
+        return {each.caller for each in [*self.values()]}
+
+    def linked(self) -> set[str]:
+        """Return the workers that have an open connection to this one."""
+        return {each.caller for each in [*self.values()] if each.is_open}
+
+    def open_calls(self, most: int | None = None) -> list[RpcCall]:
+        """Return the unanswered calls; at most the `most` oldest of each session."""
+        every = (*self.values(), *self._ended)
+        return [call for each in every for call in [*itertools.islice(each.calls.values(), most)]]
+
+    def tally(self) -> tuple[int, int, int]:
+        """Return the calls served, those that run, and the bytes of held results."""
+        sessions = [*self.values()]
+        served = self._served + sum(each.dispatcher.served for each in sessions)
+        running = sum(len(each.calls) for each in (*sessions, *self._ended))
+        return served, running, sum(each.held_bytes for each in sessions)
+
+    def has_work(self) -> bool:
+        """Return whether a call runs or is on its way, or a result waits to be collected."""
+        return bool(self.open_calls()) or any(each.has_work() for each in self.values())
+
+    def ping(self, caller: str) -> None:
+        """Ask the event loops of a worker for a sign of life, on each connection."""
+        for session in self.of(caller):
+            session.ping()
+
+    def check_paths(self, timeout: float) -> None:
+        """End the connections whose path has carried nothing for `timeout` seconds."""
+        for session in [*self.values()]:
+            session.check_path(timeout)
+
+    def cancel_calls_of(self, caller: str, why_lost: str | None = None) -> None:
+        """Cancel the calls of a worker, because it was lost or has left."""
+        for session in self.of(caller):
+            self._cancel_calls(session, why_lost)
+
+    def _cancel_calls(self, session: Session, why_lost: str | None = None) -> None:
+        for call in [*session.calls.values()]:
+            if not call.is_cancelled:
+                call.why_lost = why_lost
+            call.cancel()
+            if call.task is None:  # in a thread, or waits for a payload
+                call.abandon(asyncio.CancelledError())
+
+
 class Server:
     """The server of one worker, on the loop that it was made on. Serves from `open` to `close`.
 
     Args:
-        members: the workers that may connect.
         observer: is told of the messages of callers, and of the ends of their connections.
         threads: number of threads for plain `def`s.
         exports: what calls may reach, None for everything.
@@ -90,7 +168,6 @@ class Server:
         self.on_question = on_question
         self.executor = Executor(threads)
         self.created = CreatedObjects(self.executor.call_on_loop)
-        self.lend_thread = self.executor.submit_to_threads
         self.pauses = Pauses(self.executor, self.sessions.open_calls)
         self._members = members
         self._routes = DeviceRoutes()
@@ -119,8 +196,10 @@ class Server:
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
         mapped = self._routes.answers.get(caller.name, NO_DEVICES)
+        peer = self._members.get(caller.name, caller.worker_id)
         # Another process may have taken its place since it was introduced: it is refused then.
-        peer = self._members.get(caller.name, caller.worker_id) or _past(caller)
+        if peer is None:
+            peer = Peer(PeerInfo(caller.name, -1, caller.worker_id, ""))
         session = Session(self, peer, connection, mapped)
         self.sessions.add(session)
         return session
@@ -187,21 +266,18 @@ class Server:
 
     def introduce(self, data: bytes, reply: "Future[Any]") -> None:
         """Answer a request for an introduction."""
-        reply.set_result(self._introduction(data))
-
-    def _introduction(self, data: bytes) -> Any:
         try:
             caller = self._members.check(Party(*_read_party(data)))
             if self._is_leaving or self._listener is None:
                 raise self._gone()
-            return dump_introduction(*self._listener.introduce(caller))
+            answer: Any = dump_introduction(*self._listener.introduce(caller))
         except RpcError as exc:
-            return RemoteFailure.of(exc, self.name)
+            answer = RemoteFailure.of(exc, self.name)
         except Exception as exc:
             log.warning("worker %r rejected a request for an introduction: %r", self.name, exc)
-            return RemoteFailure.of(
-                RemoteError(f"no connection to worker {self.name!r}: {exc}"), ""
-            )
+            error = RemoteError(f"no connection to worker {self.name!r}: {exc}")
+            answer = RemoteFailure.of(error, "")
+        reply.set_result(answer)
 
     def _on_payload(self, key: SessionKey, payload: Payload) -> None:
         session = self.sessions.get(key)
@@ -220,25 +296,9 @@ class Server:
         else:
             self.observer.on_leave_message(name, worker_id, what, text)
 
-    def tally(self) -> tuple[int, int, int]:
-        """Return the calls served, those that run, and the bytes of held results. In any thread."""
-        return self.sessions.tally()
-
-    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread.
-
-        Calls of the function `but` are left out.
-        """
-        calls = [call for call in self.open_calls() if call.function is not but]
-        return [(call.name, call.caller, call.started) for call in calls]
-
     def open_calls(self, most: int | None = None) -> list[ServerCall]:
         """Return the unanswered calls; at most the `most` oldest of each caller. In any thread."""
         return [*self.sessions.open_calls(most), *itertools.islice([*self._torch_calls], most)]
-
-    def view(self) -> View:
-        """Return the calls as they stand now."""
-        return View(self.name, self.open_calls(), self.executor)
 
     def end_process(self, peer: Peer, text: str) -> None:
         """End what a member's process has here, which was replaced or has left; tell it why."""
@@ -272,18 +332,15 @@ class Server:
         """Serve until no call runs or comes, for at most `timeout` seconds; None sets no limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._wait_until_retired()
+                # An event loop that does not answer sends no calls.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETIRE_TIMEOUT):
+                        for session in self.sessions.of_peers():
+                            await session.retired.wait()
                 self._end([call for call in self.open_calls() if _only_waits(call)])
                 # Calls end in any thread.
                 while self._torch_calls or self.sessions.has_work():  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL)
-
-    async def _wait_until_retired(self) -> None:
-        """Wait for the callers' answers; an event loop that does not answer sends no calls."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RETIRE_TIMEOUT):
-                for session in self.sessions.of_peers():
-                    await session.retired.wait()
 
     async def close(
         self, timeout: float, failure: str = "", text: str = "", what: CloseReason | None = None
@@ -330,11 +387,6 @@ class Server:
         is_handled = asyncio.Event()
         self.executor.call_on_loop(is_handled.set)
         await is_handled.wait()
-
-
-def _past(caller: Party) -> Peer:
-    """Return the record of a process that another one has replaced."""
-    return Peer(PeerInfo(caller.name, -1, caller.worker_id, ""))
 
 
 def _only_waits(call: ServerCall) -> bool:

@@ -34,7 +34,7 @@ from .._text import printable
 from .._turns.queues import PauseQueue
 from .._turns.turns import Turn, Turns
 from .._wire.ancestry import BATCH, CallKey
-from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, CallNode, Key, key_of
+from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, Key, key_of
 from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of
@@ -51,49 +51,27 @@ _PAUSE = "pause_object"  # the call of `paused`
 
 @dataclass
 class Subject:
-    """A call, batch or task that has not ended.
+    """A call, batch or task that has not ended."""
 
-    Attributes:
-        key: identifier over all workers.
-        name, caller, age: as in `Standing`.
-        state, lines, inside: where it stands.
-        call_key: the key that the contexts of the calls have which it has made.
-        futures: those that it waits for.
-        awaits: which of the calls that it has made it waits for: those of `futures` (None), all
-            (True), or perhaps all, if none is of `futures` (False).
-        is_entered: whether it is a context manager that its caller's `async with` has entered.
-        holders: what it waits for here: the reason, whether that is certain, and what has it.
-    """
-
-    key: Key
-    name: str
+    key: Key  # identifier over all workers
+    name: str  # this, caller and age: as in `Standing`
     caller: str
     age: float
-    state: str = "waits"
+    state: str = "waits"  # this, lines and inside: where it stands
     lines: Sequence[Line] = ()
     inside: str = ""
-    call_key: CallKey | None = None
-    futures: Sequence[Any] = ()
+    call_key: CallKey | None = None  # that the contexts of the calls have which it has made
+    futures: Sequence[Any] = ()  # those that it waits for
+    # Which of the calls that it has made it waits for: those of `futures` (None), all (True), or
+    # perhaps all, if none is of `futures` (False).
     awaits: bool | None = None
-    is_entered: bool = False
+    is_entered: bool = False  # a context manager that its caller's `async with` has entered
+    # What it waits for here: the reason, whether that is certain, and what has it.
     holders: "list[tuple[str, bool, Subject]]" = field(default_factory=list)
-
-    def node(self, worker: str, depth: int, reason: str, *, is_certain: bool) -> CallNode:
-        """Return this as a part of an answer."""
-        where = self.state, self.lines, self.inside
-        return CallNode(
-            depth, self.key, self.name, worker, self.caller, self.age, *where, reason, is_certain
-        )
 
 
 class View:
-    """The calls of one worker as they stand now, for one answer. On its event loop.
-
-    Args:
-        worker: name of the worker.
-        calls: the unanswered calls.
-        executor: runs them.
-    """
+    """The unanswered calls of a worker as they stand now, for one answer. On its event loop."""
 
     def __init__(self, worker: str, calls: Sequence[ServerCall], executor: Executor) -> None:
         self._worker = worker
@@ -118,9 +96,7 @@ class View:
     def of_block(self, key: CallKey | None, task: Any) -> tuple[Subject, bool] | None:
         """Return the call with that key in its context, and whether it certainly has the block.
 
-        Args:
-            key: the key as the block was entered.
-            task: the task that has entered it: another one of the call may end by itself.
+        `task` has entered the block: another one of the call may end by itself.
         """
         for call in self._calls if key is not None else ():
             if call.session is not None and (call.session.key, call.number) == key:
@@ -146,7 +122,11 @@ class View:
         leave: Any = getattr(call.leave_queue, "__self__", None)
         turn = getattr(call, "turn", None)
         if isinstance(call.leave_queue, functools.partial):
-            found.state = self._of_pause(call.leave_queue)
+            if isinstance(getattr(call.leave_queue.func, "__self__", None), PauseQueue):
+                callers = {each.caller for each in self._calls if each.function.__name__ == _PAUSE}
+                names = ", ".join(repr(each) for each in sorted(callers))
+                by = f", by worker {names}" if names else ""
+                found.state = f"waits: its object is paused{by}"
         elif turn is not None and leave is turn:
             self._wait_for_turn(found, turn)
         elif hasattr(leave, "batch"):
@@ -165,15 +145,6 @@ class View:
             count = len(self._executor.in_threads)
             found.state = f"waits for a thread: {count} plain `def`s run (`threads=` of the worker)"
 
-    def _of_pause(self, leave: "functools.partial[Any]") -> str:
-        if not isinstance(getattr(leave.func, "__self__", None), PauseQueue):
-            return "waits"
-        callers = {each.caller for each in self._calls if each.function.__name__ == _PAUSE}
-        names = ", ".join(repr(each) for each in sorted(callers))
-        return f"waits: its object is paused{f', by worker {names}' if names else ''}"
-
-    # ── turns ───────────────────────────────────────────────────────────────────────────────────
-
     def _wait_for_turn(self, found: Subject, turn: Turn) -> None:
         """Name those that hold the turns of an object. With several, any of them may end first."""
         holders = [*turn._turns.holders]
@@ -182,19 +153,19 @@ class View:
             if getattr(each, "turn", None) in holders:
                 found.holders.append((TURN, len(holders) == 1, self.of_call(each)))
 
-    # ── batches ─────────────────────────────────────────────────────────────────────────────────
-
     def _describe_queued(self, found: Subject, queued: Any) -> None:
         """Describe a call in a batch, or in the queue of one."""
         if (batch := queued.batch()) is None:
             found.state = printable(queued.queue.why_waiting())
-            for each in queued.queue.running():
-                found.holders.append((BEHIND_BATCH, False, self.of_batch(each, found.name)))
+            found.holders += self._running_batches(queued.queue, found.name)
             return
         whole = self.of_batch(batch, found.name)
         found.state = f"is in a batch, which {whole.state}"
         found.lines, found.inside, found.holders = whole.lines, whole.inside, whole.holders
         found.call_key, found.futures, found.awaits = whole.call_key, whole.futures, whole.awaits
+
+    def _running_batches(self, queue: Any, name: str) -> list[tuple[str, bool, Subject]]:
+        return [(BEHIND_BATCH, False, self.of_batch(each, name)) for each in queue.running()]
 
     def of_batch(self, batch: Any, name: str) -> Subject:
         """Return the subject of a batch that runs."""
@@ -205,8 +176,6 @@ class View:
         found.call_key = BATCH, batch.id[1]
         self._describe_task(found, batch.task, batch)
         return found
-
-    # ── tasks ───────────────────────────────────────────────────────────────────────────────────
 
     def of_task(self, task: "asyncio.Task[Any]") -> Subject:
         """Return the subject of a task that is of no call."""
@@ -236,13 +205,21 @@ class View:
             elif _is_entered(chain):
                 found.state = f"is held by an `async with` of worker {found.caller!r}"
                 found.is_entered = True
-            elif hasattr(queued := getattr(chain.future, "call", None), "batch"):
-                found.holders += self._batches_before(queued)
+            elif hasattr(getattr(chain.future, "call", None), "batch"):
+                queued: Any = chain.future.call
+                name = queued.queue.name
+                if (batch := queued.batch()) is None:
+                    found.holders += self._running_batches(queued.queue, name)
+                else:
+                    found.holders.append((BEHIND_BATCH, True, self.of_batch(batch, name)))
             elif (frame := self._thread_of(chain)) is not None:
                 self._describe_thread(found, frame, whose)
                 found.lines = [*own, *found.lines]
-            elif len(chains) == 1 and _is_unknown(chain):
-                found.awaits = False
+            elif len(chains) == 1:
+                # It waits in code of this library, or for a future of unknown origin.
+                last = chain.frames[-1] if chain.frames else None
+                if last is None or last.f_code.co_qualname not in _SETTLED:
+                    found.awaits = False
 
     def _chains_of(self, task: "asyncio.Task[Any]") -> Sequence[Chain]:
         if task is self._own_task:  # its frames have this view, so they would keep each other
@@ -251,15 +228,6 @@ class View:
             known = self._chains[task] = [_with_manager(each) for each in chains_of(task)]
         return known
 
-    def _batches_before(self, queued: Any) -> list[tuple[str, bool, Subject]]:
-        """Return what a coroutine of this worker waits for that calls a batched function."""
-        batch, name = queued.batch(), queued.queue.name
-        if batch is not None:
-            return [(BEHIND_BATCH, True, self.of_batch(batch, name))]
-        return [(BEHIND_BATCH, False, self.of_batch(each, name)) for each in queued.queue.running()]
-
-    # ── locks of asyncio ────────────────────────────────────────────────────────────────────────
-
     def _wait_for_lock(self, found: Subject, lock: Any, whose: Any) -> None:
         """Name what is inside of `async with lock`; else what runs of the same object."""
         # Many calls may wait for one lock: it is looked for once.
@@ -267,12 +235,11 @@ class View:
             known = [*itertools.islice(self._holders_of(lock), MOST_HOLDERS)]
             self._lock_holders[id(lock)] = known
         is_one = isinstance(lock, asyncio.Lock)
-        found.holders += [(LOCK, is_one, self._of(each)) for each in known]
+        for each in known:
+            holder = self.of_task(each) if isinstance(each, asyncio.Task) else self.of_call(each)
+            found.holders.append((LOCK, is_one, holder))
         if not known and isinstance(whose, ServerCall):
             found.holders += self._guessed_holders(whose)
-
-    def _of(self, holder: "ServerCall | asyncio.Task[Any]") -> Subject:
-        return self.of_task(holder) if isinstance(holder, asyncio.Task) else self.of_call(holder)
 
     def _holders_of(self, lock: Any) -> "Iterator[ServerCall | asyncio.Task[Any]]":
         seen: set[asyncio.Future[Any]] = set()
@@ -287,25 +254,25 @@ class View:
                 yield task
 
     def _guessed_holders(self, call: ServerCall) -> list[tuple[str, bool, Subject]]:
-        """Return what may have the lock that a call waits for."""
-        others = itertools.islice(self._of_same_object(call), MOST_HOLDERS)
-        return [(LOCK, False, each) for each in others]
+        """Return what may have the lock that a call waits for.
 
-    def _of_same_object(self, call: ServerCall) -> Iterator[Subject]:
-        """Yield the other calls of an object that run, and wait for no lock."""
-        if (instance := object_of(call)) is None:
-            return
-        for each in self._calls[:MOST_SEARCHED]:
-            if each is not call and object_of(each) is instance and not self._is_at_lock(each):
-                yield self.of_call(each)
-
-    def _is_at_lock(self, call: ServerCall) -> bool:
-        if call.task is not None:
-            return any(awaited_lock(each) is not None for each in self._chains_of(call.task))
-        frame = self._threads.get(call)
-        return frame is None or is_at_lock(frame)
-
-    # ── streams without credit ──────────────────────────────────────────────────────────────────
+        That is any other call of its object that runs, and waits for no lock.
+        """
+        found: list[tuple[str, bool, Subject]] = []
+        instance = object_of(call)
+        for each in () if instance is None else self._calls[:MOST_SEARCHED]:
+            if each is call or object_of(each) is not instance:
+                continue
+            if each.task is not None:
+                waits = any(awaited_lock(chain) is not None for chain in self._chains_of(each.task))
+            else:
+                frame = self._threads.get(each)
+                waits = frame is None or is_at_lock(frame)
+            if not waits:
+                found.append((LOCK, False, self.of_call(each)))
+                if len(found) == MOST_HOLDERS:
+                    break
+        return found
 
     def _describe_idle_stream(self, found: Subject, call: StreamCall) -> None:
         found.state = "waits until its caller takes items"
@@ -344,8 +311,10 @@ class View:
             return None
         for frames in self._frames:
             for each in frames:
-                if each.f_code.co_qualname == work and _is_of(each.f_locals.get(name), value):
-                    return frames[0]
+                if each.f_code.co_qualname == work:
+                    found = each.f_locals.get(name)
+                    if found is value or getattr(found, "future", None) is value:
+                        return frames[0]
         return None
 
     def _describe_thread(self, found: Subject, frame: FrameType, whose: Any) -> None:
@@ -360,21 +329,10 @@ class View:
             found.holders += self._guessed_holders(whose)
 
 
-def _is_of(found: Any, value: Any) -> bool:
-    """Return whether a variable is `value`, or an executor's work whose future that is."""
-    return found is value or getattr(found, "future", None) is value
-
-
 _RUN = "run_in_method"
 _WORK = "run_in_thread.<locals>.work"
 _RUN_LOOP = "run_until_complete"
 _RUN_CALL = "Executor._run_in_thread", "Executor._submit_rest.<locals>.run"
-
-
-def _is_unknown(chain: Chain) -> bool:
-    """Return whether a task waits in code of this library or for a future of unknown origin."""
-    last = chain.frames[-1] if chain.frames else None
-    return last is None or last.f_code.co_qualname not in _SETTLED
 
 
 def _with_manager(chain: Chain) -> Chain:

@@ -30,7 +30,7 @@ class StreamCall(RpcCall):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._items = 0
-        self._credit = INITIAL_CREDIT
+        self.credit = INITIAL_CREDIT  # below zero after items that were sent without
         self._lock = threading.Lock()
         self._credit_added = asyncio.Event()
         self._resume: Callable[[], None] | None = None  # called on credit or on cancellation
@@ -40,31 +40,17 @@ class StreamCall(RpcCall):
         """Return this, which takes the items of a batch."""
         return self
 
-    @property
-    def has_sent(self) -> bool:  # type: ignore[override]
-        """Return whether an item has been sent."""
-        return self._items > 0
-
-    @property
-    def credit(self) -> int:
-        """Return the credit that is left, below zero after items that were sent without."""
-        return self._credit
-
     def grant(self, credit: int) -> None:
         """Add credit for items that the consumer has taken. On the loop's thread."""
         with self._lock:
-            self._credit += credit
+            self.credit += credit
             resume, self._resume = self._resume, None
         self._credit_added.set()
         if resume is not None:
             resume()
 
     def send(self, item: Any) -> bool:
-        """Send an item; return whether there is credit for another.
-
-        Raises:
-            CancelledError: if the call is cancelled.
-        """
+        """Send an item; return whether there is credit for another."""
         kind, content = self._encode_item(item)
         return self._send(kind, copy_cell(kind, content))
 
@@ -88,26 +74,21 @@ class StreamCall(RpcCall):
         """Send a copy: the generator runs on before it is sent, and may reuse its buffer."""
         number = self._items
         self._items += 1
+        self.has_sent = True
         cost = credit_cost(cell_bytes(kind, content))
         with self._lock:
-            self._credit -= cost
-            has_credit = self._credit > 0
+            self.credit -= cost
+            has_credit = self.credit > 0
         self.session.send_result(((self.number, number, cost), kind, content))
         return has_credit
 
     def call_when_credit(self, resume: Callable[[], None]) -> bool:
         """Call `resume` on credit or on cancellation; return False if it need not wait."""
         with self._lock:
-            if self._credit > 0 or self.is_cancelled:
+            if self.credit > 0 or self.is_cancelled:
                 return False
             self._resume = resume
             return True
-
-    async def wait_for_credit(self) -> None:
-        """Wait until there is credit."""
-        while self._credit <= 0:
-            self._credit_added.clear()
-            await self._credit_added.wait()
 
     async def pump(self, value: Any) -> None:
         """Send the items of an async generator, then close it."""
@@ -120,7 +101,9 @@ class StreamCall(RpcCall):
                 except StopAsyncIteration:
                     return
                 if not await self.send_from_loop(item):
-                    await self.wait_for_credit()
+                    while self.credit <= 0:
+                        self._credit_added.clear()
+                        await self._credit_added.wait()
         finally:
             close = getattr(source, "aclose", None)
             if close is not None:

@@ -7,7 +7,7 @@ clock: samples carry their time.
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._server.timings import SHORTEST, STEPS
@@ -42,108 +42,68 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches of one `@batched` function in the last seconds.
+    """Batches of one `@batched` function in the last seconds."""
 
-    Attributes:
-        name: name of the function.
-        rate: batches in a second.
-        size: calls in a batch, on average.
-        waiting: calls that wait for a batch.
-    """
-
-    name: str
-    rate: float
-    size: float
-    waiting: int
+    name: str  # of the function
+    rate: float  # batches in a second
+    size: float  # calls in a batch, on average
+    waiting: int  # calls that wait for a batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """A worker, as `top` shows it.
+    """A worker, as `top` shows it."""
 
-    Attributes:
-        key: name of its socket, "" without a process.
-        world: name of its world.
-        name: name of the worker.
-        rank: its rank, -1 if it is unknown.
-        pid: its pid, 0 without a process.
-        restarts: how often its process was started again.
-        is_coordinator: whether it keeps the directory.
-        state: "ok", "blocked" (its event loop), "stopped" (by a signal), "silent", "lost", or
-            "replaced" (another process has its place in the world).
-        reason: why it is lost, to the workers of `lost_to`.
-        lost_to: workers that have lost it. Its process may be there, stopped or cut off.
-        silent: seconds since it has answered.
-        incoming: calls that it got in a second; None if it is unknown.
-        outgoing: calls that it made in a second.
-        waiting: calls that it has not answered.
-        oldest: seconds of the oldest call in either direction.
-        oldest_method: method of that call.
-        batches: batches that it ran in a second.
-        batch_size: calls in a batch, on average.
-        p50: median seconds from a call's arrival to its answer.
-        p99: the 99th percentile of it.
-        cpu: processors that it keeps busy: 1.0 is one; None if it is unknown.
-        gpu: share of time in which the CUDA devices that it uses have run a kernel, on average over
-            these; None without one, or without NVML.
-        lag: seconds that its event loop was late.
-        blocked: seconds for which its event loop has been blocked.
-        function: function that blocks the loop.
-        stack: stack of the loop's thread if it is blocked, the innermost frame first.
-        memory: bytes of its own.
-        segments: segments of shared memory that it has made.
-        waits: calls that it waits for, by worker.
-        methods: methods that it served.
-        functions: batched functions that it ran.
-    """
-
-    key: str
+    key: str  # name of its socket, "" without a process
     world: str
     name: str
-    rank: int = -1
-    pid: int = 0
-    restarts: int = 0
-    is_coordinator: bool = False
+    rank: int = -1  # -1 if it is unknown
+    pid: int = 0  # 0 without a process
+    restarts: int = 0  # how often its process was started again
+    is_coordinator: bool = False  # whether it keeps the directory
+    # "ok", "blocked" (its event loop), "stopped" (by a signal), "silent", "lost", or "replaced"
+    # (another process has its place in the world).
     state: str = "ok"
-    reason: str = ""
-    lost_to: Sequence[str] = ()
-    silent: float = 0.0
-    incoming: float | None = None
-    outgoing: float | None = None
-    waiting: int = 0
-    oldest: float | None = None
+    reason: str = ""  # why it is lost, to the workers of `lost_to`
+    lost_to: Sequence[str] = ()  # its process may be there, stopped or cut off
+    silent: float = 0.0  # seconds since it has answered
+    incoming: float | None = None  # calls that it got in a second; None if it is unknown
+    outgoing: float | None = None  # calls that it made in a second
+    waiting: int = 0  # calls that it has not answered
+    oldest: float | None = None  # seconds of the oldest call in either direction
     oldest_method: str = ""
-    batches: float | None = None
-    batch_size: float | None = None
-    p50: float | None = None
+    batches: float | None = None  # that it ran in a second
+    batch_size: float | None = None  # calls in a batch, on average
+    p50: float | None = None  # median seconds from a call's arrival to its answer
     p99: float | None = None
-    cpu: float | None = None
+    cpu: float | None = None  # processors that it keeps busy: 1.0 is one; None if it is unknown
+    # Share of time in which the CUDA devices that it uses have run a kernel, on average over these;
+    # None without one, or without NVML.
     gpu: float | None = None
-    lag: float | None = None
-    blocked: float = 0.0
-    function: str = ""
-    stack: Sequence[str] = ()
-    memory: int = 0
-    segments: int = 0
-    waits: Sequence[Wait] = ()
-    methods: Sequence[Method] = ()
-    functions: Sequence[Batches] = ()
+    lag: float | None = None  # seconds that its event loop was late
+    blocked: float = 0.0  # seconds for which its event loop has been blocked
+    function: str = ""  # that blocks the loop
+    stack: Sequence[str] = ()  # of the loop's thread if it is blocked, the innermost frame first
+    memory: int = 0  # bytes of its own
+    segments: int = 0  # of shared memory that it has made
+    waits: Sequence[Wait] = ()  # calls that it waits for, by worker
+    methods: Sequence[Method] = ()  # that it served
+    functions: Sequence[Batches] = ()  # batched functions that it ran
 
 
 class Track:
     """The samples of one process, in the last `WINDOW` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample: Sample) -> None:
         self.answers: deque[Sample] = deque()
         self.cpu: deque[tuple[float, float]] = deque()  # times, and seconds of processor time
-        self.last: Sample | None = None
-        self.answered = 0.0  # time of the last answer, of the first look until there is one
+        self.last = sample
+        self.answered = sample.time  # time of the last answer, of the first look until there is one
 
     def add(self, sample: Sample) -> None:
         """Add a sample; drop those that are too old, but for the last answer."""
         if sample.data is not None:
             self.answers.append(sample)
-        if sample.data is not None or self.last is None:
             self.answered = sample.time
         self.last = sample
         self.cpu.append((sample.time, sample.cpu))
@@ -156,11 +116,6 @@ class Track:
     def data(self) -> Mapping[str, Any]:
         """Return the last snapshot, empty without one."""
         return (self.answers[-1].data or {}) if self.answers else {}
-
-    @property
-    def answers_now(self) -> bool:
-        """Return whether the last look got an answer."""
-        return self.last is not None and self.last.data is not None
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -225,77 +180,70 @@ class History:
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Take the samples of one look; processes without one have ended."""
-        by_key = {each.key: each for each in samples}
-        self.tracks = {key: self.tracks.get(key) or Track() for key in by_key}
-        for key, sample in by_key.items():
-            self.tracks[key].add(sample)
+        before, self.tracks = self.tracks, {}
+        for each in samples:
+            track = self.tracks[each.key] = before.get(each.key) or Track(each)
+            track.add(each)
 
     def rows(self, of_pid: int | None = None) -> list[Row]:
         """Return the rows of all workers, by world and rank; lost ones without a process too.
 
         With `of_pid` only those of the worlds of that process.
         """
+        rows = [row_of(track) for track in self.tracks.values()]
         snapshots = [track.data for track in self.tracks.values() if track.data]
-        rows = _placed([row_of(track) for track in self.tracks.values()], snapshots)
-        rows = _with_losses(self._with_replaced(rows), self.tracks)
-        if of_pid is not None:
-            worlds = {each.world for each in rows if each.pid == of_pid}
-            rows = [each for each in rows if each.world in worlds]
-        return sorted(rows, key=lambda row: (row.world, row.rank < 0, row.rank, row.name))
-
-    def _with_replaced(self, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows; those of processes that another one has replaced have that state."""
+        # The world of one that has never answered: the only one that misses such a member.
+        members = {data["world"]: data["members"] for data in snapshots}
+        present = {(row.world, row.name) for row in rows}
+        for row in rows:
+            worlds = [
+                w for w, of in members.items() if row.name in of and (w, row.name) not in present
+            ]
+            if row.world == UNKNOWN and len(worlds) == 1:
+                row.world, row.rank = worlds[0], members[worlds[0]][row.name]
         newest: dict[tuple[str, str], int] = {}
-        for data in (track.data for track in self.tracks.values() if track.data):
+        for data in snapshots:
             for name, process in data.get("processes", {}).items():
                 key = data["world"], name
                 newest[key] = max(process, newest.get(key, process))
-        found = []
         for row in rows:
             own = self.tracks[row.key].data.get("processes", {}).get(row.name)
-            is_old = own is not None and own < newest[row.world, row.name]
-            found.append(replace(row, state="replaced") if is_old else row)
-        return found
+            if own is not None and own < newest[row.world, row.name]:
+                row.state = "replaced"
+        self._add_losses(rows)
+        if of_pid is not None:
+            of_process = {each.world for each in rows if each.pid == of_pid}
+            rows = [each for each in rows if each.world in of_process]
+        return sorted(rows, key=lambda row: (row.world, row.rank < 0, row.rank, row.name))
 
-
-def _placed(rows: Iterable[Row], snapshots: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the rows with the worlds of those that have never answered, by their members."""
-    members = {data["world"]: data["members"] for data in snapshots}
-    found, present = [*rows], {(row.world, row.name) for row in rows}
-    for at, row in enumerate(found):
-        worlds = [w for w, of in members.items() if row.name in of and (w, row.name) not in present]
-        if row.world == UNKNOWN and len(worlds) == 1:
-            found[at] = replace(row, world=worlds[0], rank=members[worlds[0]][row.name])
-    return found
-
-
-def _with_losses(rows: Iterable[Row], tracks: Mapping[str, Track]) -> list[Row]:
-    """Return the rows, and those of lost members without a process, with what peers say of them."""
-    found = [*rows]
-    old = {row.key for row in found if row.state == "replaced"}  # what it knows is of its past
-    at = {(row.world, row.name): n for n, row in enumerate(found) if row.key not in old}
-    for track in (each for key, each in tracks.items() if key not in old):
-        for name, reason in track.data.get("lost", {}).items():
-            key, rank = (track.data["world"], name), track.data["members"].get(name, -1)
-            position = at.setdefault(key, len(found))
-            if position == len(found):
-                found.append(Row("", *key, rank, state="lost"))
-            row = found[position]
-            if not row.key or track.answers_now:  # else it may have returned since
-                lost_to = (*row.lost_to, track.data["name"])
-                found[position] = replace(row, reason=reason, lost_to=lost_to)
-    return found
+    def _add_losses(self, rows: list[Row]) -> None:
+        """Note what peers say of lost members; add rows of those without a process."""
+        current = [row for row in rows if row.state != "replaced"]  # else it knows its past only
+        known = {(row.world, row.name): row for row in current}
+        for track in [self.tracks[row.key] for row in current]:
+            for name, reason in track.data.get("lost", {}).items():
+                key, rank = (track.data["world"], name), track.data["members"].get(name, -1)
+                if (row := known.get(key)) is None:
+                    row = known[key] = Row("", *key, rank, state="lost")
+                    rows.append(row)
+                if not row.key or track.last.data is not None:  # else it may have returned since
+                    row.reason, row.lost_to = reason, (*row.lost_to, track.data["name"])
 
 
 def row_of(track: Track) -> Row:
     """Return the row of one process."""
     last, data = track.last, track.data
-    assert last is not None
     name, stats, loop = data.get("name", last.name), data.get("stats", {}), data.get("loop", {})
-    silent = _silence(track)
-    state = _state(last, silent, loop.get("blocked", 0.0))
+    silent = 0.0 if last.data is not None else max(last.silent, last.time - track.answered)
+    state = "blocked" if loop.get("blocked", 0.0) >= BLOCKED else "ok"
+    if last.state in ("T", "t"):
+        state = "stopped"
+    elif silent >= SILENT:
+        state = "silent"
     waits = tuple(Wait(**each) for each in data.get("waits", ()))
-    oldest, method = _oldest(data, waits)
+    calls = [(e["age"], e["method"]) for e in data.get("serving", ()) if not e["stream"]]
+    calls += [(each.age, each.method) for each in waits if each.method]
+    oldest, method = max(calls, default=(None, ""))
     durations = track.durations()
     every = sum(durations.values(), Counter[int]())
     functions = [*_functions(track)]
@@ -333,30 +281,6 @@ def row_of(track: Track) -> Row:
     )
 
 
-def _silence(track: Track) -> float:
-    """Return for how many seconds a process has not answered, 0.0 if it has."""
-    last = track.last
-    assert last is not None
-    if last.data is not None:
-        return 0.0
-    return max(last.silent, last.time - track.answered)
-
-
-def _state(last: Sample, silent: float, blocked: float) -> str:
-    if last.state in ("T", "t"):
-        return "stopped"
-    if silent >= SILENT:
-        return "silent"
-    return "blocked" if blocked >= BLOCKED else "ok"
-
-
-def _oldest(data: Mapping[str, Any], waits: Iterable[Wait]) -> tuple[float | None, str]:
-    """Return the age and the method of the oldest call in either direction; streams aside."""
-    served = [(e["age"], e["method"]) for e in data.get("serving", ()) if not e["stream"]]
-    made = [(each.age, each.method) for each in waits if each.method]
-    return max([*served, *made], default=(None, ""))
-
-
 def _methods(durations: Mapping[str, Counter[int]]) -> Iterator[Method]:
     for name, counts in sorted(durations.items(), key=lambda item: -sum(item[1].values())):
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
@@ -385,25 +309,26 @@ def nobody(of_pid: int | None) -> str:
 
 
 SORTS = {
-    "r": "rank",
-    "n": "name",
-    "i": "incoming",
-    "u": "outgoing",
-    "w": "waiting",
-    "o": "oldest",
-    "b": "batches",
-    "p": "p99",
-    "l": "lag",
-    "c": "cpu",
-    "g": "gpu",
-    "m": "memory",
+    "r": ("rank", "rank"),
+    "n": ("name", "name"),
+    "i": ("incoming", "in"),
+    "u": ("outgoing", "out"),
+    "w": ("waiting", "wait"),
+    "o": ("oldest", "old"),
+    "b": ("batches", "bat"),
+    "p": ("p99", "p99"),
+    "l": ("lag", "lag"),
+    "c": ("cpu", "cpu"),
+    "g": ("gpu", "gpu"),
+    "m": ("memory", "mem"),
 }
-"""The keys that sort, and the columns; "r" and "n" sort upwards, the others downwards."""
+"""The keys that sort, what they sort by, and words with their letters. "r" and "n" sort upwards,
+the others downwards."""
 
 
 def sort_rows(rows: Iterable[Row], key: str) -> list[Row]:
     """Return the rows in the order of a key of `SORTS`, within each world."""
-    column = SORTS[key]
+    column, _ = SORTS[key]
     sign = 1 if column == "rank" else -1
 
     def order(row: Row) -> tuple[Any, ...]:

@@ -39,39 +39,26 @@ _TICKS = os.sysconf("SC_CLK_TCK")  # in a second of processor time
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A look at one process.
+    """A look at one process."""
 
-    Attributes:
-        key: name of its socket.
-        name: name of its worker.
-        time: `time.monotonic()` of the look.
-        data: its snapshot, None if it has not answered.
-        silent: seconds since it was asked, if it has not answered.
-        pid: its pid, 0 if it is unknown here.
-        state: letter of its state in /proc: "T" is a stopped process.
-        cpu: seconds of processor time that it has taken.
-        memory: bytes of its own, 0 if they are unknown. Pages that forked children share with the
-            process that forked them are not its own.
-    """
-
-    key: str
-    name: str
-    time: float
-    data: dict[str, Any] | None
-    silent: float = 0.0
-    pid: int = 0
-    state: str = "?"
-    cpu: float = 0.0
+    key: str  # name of its socket
+    name: str  # of its worker
+    time: float  # `time.monotonic()` of the look
+    data: dict[str, Any] | None  # its snapshot, None if it has not answered
+    silent: float = 0.0  # seconds since it was asked, if it has not answered
+    pid: int = 0  # 0 if it is unknown here
+    state: str = "?"  # letter of its state in /proc: "T" is a stopped process
+    cpu: float = 0.0  # seconds of processor time that it has taken
+    # Bytes of its own, 0 if they are unknown. Pages that forked children share with the process
+    # that forked them are not its own.
     memory: int = 0
 
 
-def listening() -> set[str]:
-    """Return the names of the sockets of workers in this network namespace, of all users."""
-    return {*_sockets()}
+def listening() -> dict[str, set[str]]:
+    """Return the sockets of workers in this network namespace, of all users: names and inodes.
 
-
-def _sockets() -> dict[str, set[str]]:
-    """Return the names of these sockets with their inodes: several, if a line is forged."""
+    A name has several inodes if a line is forged.
+    """
     found = defaultdict[str, set[str]](set)
     for inode, name in _SOCKET.findall(SOCKETS.read_text(errors="replace")):
         found[name].add(inode)
@@ -83,18 +70,14 @@ def _own_sockets() -> dict[str, int]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is of another user
-            if _user_of(folder) != os.geteuid():
+            # Its effective user: the owner of the folder may be root.
+            status = (folder / "status").read_text(errors="replace")
+            if int(status.partition("\nUid:")[2].split()[1]) != os.geteuid():
                 continue
             for each in (folder / "fd").iterdir():
                 with contextlib.suppress(OSError):  # it is closed
                     found[os.readlink(each)] = int(folder.name)
     return {link[8:-1]: pid for link, pid in found.items() if link.startswith("socket:[")}
-
-
-def _user_of(folder: Path) -> int:
-    """Return the effective user of a process; the owner of its folder may be root."""
-    status = (folder / "status").read_text(errors="replace")
-    return int(status.partition("\nUid:")[2].split()[1])
 
 
 class Prober:
@@ -113,7 +96,7 @@ class Prober:
             detail: sockets that are asked for their calls and stacks, too.
             timeout: seconds for those to answer that were not waited for before.
         """
-        sockets, self._own = _sockets(), None
+        sockets, self._own = listening(), None
         self._foreign &= sockets.keys()
         for name in self._requests.keys() - sockets.keys():
             self._requests.pop(name).close()
@@ -139,7 +122,9 @@ class Prober:
         except PermissionError:
             self._foreign.add(name)
         except BlockingIOError:  # its backlog is full: many viewers, and it does not answer
-            if pid := self._owner(inodes):
+            # This user's process that has all these sockets: 0 if there is none.
+            own = self._own = _own_sockets() if self._own is None else self._own
+            if pid := min(own.get(inode, 0) for inode in inodes):
                 self._requests[name] = _Request(None, b"", pid)
             else:
                 self._foreign.add(name)
@@ -150,18 +135,16 @@ class Prober:
             return request
         return None
 
-    def _owner(self, inodes: set[str]) -> int:
-        """Return the pid of this user's process that has all these sockets, 0 if there is none."""
-        own = self._own = _own_sockets() if self._own is None else self._own
-        return min(own.get(inode, 0) for inode in inodes)
-
     def _receive(self, fresh: list["_Request"], end: float) -> None:
         """Read what has come; wait for the fresh requests only."""
         while True:
             reading = {each.fileno(): each for each in self._requests.values() if each.is_waiting}
             left = max(0.0, end - time.monotonic()) if any(e.is_waiting for e in fresh) else 0.0
-            ready = _readable(reading, left)
-            for descriptor in ready:
+            poller = select.poll()
+            for each in reading:
+                poller.register(each, select.POLLIN)
+            ready = poller.poll(left * 1000)
+            for descriptor, _ in ready:
                 reading[descriptor].receive()
             if not ready:
                 return
@@ -172,7 +155,13 @@ class Prober:
         self._memory = {name: known.get(name, (0.0, 0)) for name in self._requests}
         for name in sorted(self._memory, key=lambda name: self._memory[name])[:MEMORY_READS]:
             if now - self._memory[name][0] > MEMORY_INTERVAL:
-                self._memory[name] = now, _own_memory(self._requests[name].pid)
+                own = 0
+                with contextlib.suppress(OSError, ValueError):
+                    smaps = Path(f"/proc/{self._requests[name].pid}/smaps_rollup")
+                    for line in smaps.read_text().splitlines():
+                        if line.startswith("Private_"):
+                            own += int(line.split()[1]) * 1024
+                self._memory[name] = now, own
 
     def _finish(self, name: str, request: "_Request") -> Sample:
         """Return the sample of a request; forget the request if it is answered."""
@@ -182,8 +171,12 @@ class Prober:
             silent = now - request.started
         else:
             self._requests.pop(name).close()
-        pid, memory = request.pid, self._memory[name][1]
-        return Sample(name, worker, now, data, silent, pid, *_state_and_cpu(pid), memory)
+        pid, state, cpu = request.pid, "?", 0.0
+        with contextlib.suppress(OSError, IndexError):
+            text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            fields = text.rpartition(")")[2].split()
+            state, cpu = fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
+        return Sample(name, worker, now, data, silent, pid, state, cpu, self._memory[name][1])
 
 
 class _Request:
@@ -234,28 +227,3 @@ class _Request:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
-
-
-def _readable(descriptors: Iterable[int], timeout: float) -> list[int]:
-    poller = select.poll()
-    for each in descriptors:
-        poller.register(each, select.POLLIN)
-    return [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
-
-
-def _state_and_cpu(pid: int) -> tuple[str, float]:
-    """Return the letter of a process's state, and the seconds of processor time of its threads."""
-    with contextlib.suppress(OSError, IndexError):
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        fields = text.rpartition(")")[2].split()
-        return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
-    return "?", 0.0
-
-
-def _own_memory(pid: int) -> int:
-    found = 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Private_"):
-                found += int(line.split()[1]) * 1024
-    return found

@@ -10,8 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from .model import History, Row, by_world, nobody
 from .probe import Prober
@@ -23,9 +22,6 @@ SEQUENCE_TIMEOUT = 0.05  # seconds for the rest of a key's escape sequence
 ARROWS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"}
 ARROWS |= {f"\x1bO{key[-1]}": name for key, name in ARROWS.items()}  # in application mode
 
-NO_RICH = "top needs rich: pip install 'aiorpc_torch[top]'; without it, use --json"
-NO_TERMINAL = "top needs a terminal; use --json elsewhere"
-
 
 def run_top(*, as_json: bool = False, svg: str | None = None, pid: int | None = None) -> int:
     """Run `top`; return its exit code.
@@ -36,11 +32,11 @@ def run_top(*, as_json: bool = False, svg: str | None = None, pid: int | None = 
         pid: process whose worlds are shown (default: all of this user).
     """
     if not as_json and importlib.util.find_spec("rich") is None:
-        return _fail(NO_RICH)
+        return _fail("top needs rich: pip install 'aiorpc_torch[top]'; without it, use --json")
     if as_json or svg is not None:
         return _show_once(svg, pid)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _fail(NO_TERMINAL)
+        return _fail("top needs a terminal; use --json elsewhere")
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Prober()) as prober:
         _show(prober, pid)
     return 0
@@ -54,7 +50,12 @@ def _show_once(svg: str | None, pid: int | None) -> int:
     if not rows:  # what is printed is valid, and empty
         sys.stderr.write(f"{nobody(pid)}\n")
     if svg is None:
-        sys.stdout.write(json.dumps(report(rows, found), indent=1) + "\n")
+        worlds = {
+            world: [dataclasses.asdict(row) for row in of_world]
+            for world, of_world in by_world(rows).items()
+        }
+        report = {"worlds": worlds, "verdicts": [dataclasses.asdict(each) for each in found]}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return 0
     from .view import save
 
@@ -80,17 +81,6 @@ def look(pid: int | None = None) -> tuple[list[Row], list[Verdict]]:
             history.add(prober.sample())
     rows = history.rows(pid)
     return rows, verdicts(history, rows)
-
-
-def report(rows: Sequence[Row], found: Sequence[Verdict]) -> dict[str, Any]:
-    """Return rows and verdicts as JSON has them."""
-    return {
-        "worlds": {
-            world: [dataclasses.asdict(row) for row in of_world]
-            for world, of_world in by_world(rows).items()
-        },
-        "verdicts": [dataclasses.asdict(each) for each in found],
-    }
 
 
 def _show(prober: Prober, pid: int | None) -> None:

@@ -7,17 +7,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .format import seconds
 from .model import History, Row, Track
 
 Kind = Literal["lost", "replaced", "stopped", "silent", "blocked", "held", "grows", "slow", "waits"]
 
-KINDS: tuple[Kind, ...] = (
-    *("lost", "replaced", "stopped", "silent", "blocked"),
-    *("held", "grows", "slow", "waits"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)  # the gravest first
 HELD = 0.25  # seconds of lag that are told although no method is known for it
 WAIT = 1.0  # seconds from which a wait is told
 GROWTH, SHARE = 8, 0.1  # calls, and share of the queue, by which it has grown
@@ -28,17 +25,13 @@ SLOWER, LEAST, FEWEST = 3.0, 0.01, 3  # times as long, seconds, calls in the win
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A finding: its kind, the worker that it is about, and a sentence without its name.
-
-    Attributes:
-        method: method that it is about, "" if there is none.
-    """
+    """A finding on a worker."""
 
     kind: Kind
     world: str
     worker: str
-    text: str
-    method: str = ""
+    text: str  # a sentence without the worker's name
+    method: str = ""  # that it is about, "" if there is none
 
 
 def verdicts(history: History, rows: Sequence[Row]) -> list[Verdict]:
@@ -71,14 +64,10 @@ def _of_state(row: Row) -> Iterator[Verdict]:
         text = f"has not answered for {seconds(row.silent)}: C code keeps the GIL, or it has no CPU"
         yield Verdict("silent", row.world, row.name, text)
     elif row.state == "blocked":
-        place = f" ({_place(row.stack[0])})" if row.stack else ""
-        text = f"loop blocked for over {seconds(row.blocked)} in {row.function}{place}"
+        text = f"loop blocked for over {seconds(row.blocked)} in {row.function}"
+        if row.stack:  # its file, without the folders, and its line
+            text += f" ({row.stack[0].partition(' in ')[0].rpartition('/')[2]})"
         yield Verdict("blocked", row.world, row.name, text, row.function)
-
-
-def _place(frame: str) -> str:
-    """Return the file, without its folders, and the line of a frame's text."""
-    return frame.partition(" in ")[0].rpartition("/")[2]
 
 
 def _held(row: Row, track: Track) -> Iterator[Verdict]:
@@ -136,28 +125,26 @@ def _change(values: Sequence[float]) -> str:
 
 
 def _slow(history: History, rows: Iterable[Row]) -> Iterator[Verdict]:
-    """Yield the workers on which a method takes much longer than on the others."""
+    """Yield the workers on which a method takes much longer than on the others.
+
+    A method takes its median duration; a call that runs for long counts by its age.
+    """
     by_method: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:
-        for method, taken in _durations(row, history).items():
-            by_method[row.world, method][row.name] = taken
+        for each in row.methods:
+            if each.calls >= FEWEST:
+                by_method[row.world, each.name][row.name] = each.p50
+        data = history.tracks[row.key].data if row.key and row.state in ("ok", "blocked") else {}
+        for call in data.get("serving", ()):
+            if not call["stream"] and call["age"] >= WAIT:
+                taken = by_method[row.world, call["method"]]
+                taken[row.name] = max(taken.get(row.name, 0.0), call["age"])
     for (world, method), of_workers in by_method.items():
         for name, own in of_workers.items():
             others = [each for other, each in of_workers.items() if other != name]
             if others and own >= LEAST and own >= SLOWER * (usual := statistics.median(others)):
                 text = f"{method} takes {seconds(own)}; on other workers {seconds(usual)}"
                 yield Verdict("slow", world, name, text, method)
-
-
-def _durations(row: Row, history: History) -> dict[str, float]:
-    """Return the median duration of each method of a worker; of one that runs long, its age."""
-    found = {each.name: each.p50 for each in row.methods if each.calls >= FEWEST}
-    if not row.key or row.state not in ("ok", "blocked"):
-        return found
-    for call in history.tracks[row.key].data.get("serving", ()):
-        if not call["stream"] and call["age"] >= WAIT:
-            found[call["method"]] = max(found.get(call["method"], 0.0), call["age"])
-    return found
 
 
 def _waits(rows: Iterable[Row]) -> Iterator[Verdict]:

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,39 +22,34 @@ MOST_VERDICTS = 8
 FRAMES = 4  # of a call's stack
 STYLES = {
     "ok": "green",
-    "blocked": "bold red",
-    "stopped": "bold red",
-    "silent": "bold red",
-    "lost": "bold red",
+    **dict.fromkeys(("blocked", "stopped", "silent", "lost"), "bold red"),
     "replaced": "red",
     "held": "red",
     "grows": "yellow",
     "slow": "yellow",
     "waits": "cyan",
 }
-COLUMNS = (  # title, width, key of `SORTS`, columns of a terminal from which it is shown
-    ("state", 7, "", 0),
-    ("in/s", 5, "i", 0),
-    ("out/s", 5, "u", 0),
-    ("wait", 4, "w", 0),
-    ("oldst", 5, "o", 0),
-    ("bat/s", 5, "b", 0),
-    ("size", 4, "", WIDEST),
-    ("p50", 5, "", 0),
-    ("p99", 5, "p", 0),
-    ("lag", 5, "l", 0),
-    ("cpu", 4, "c", 0),
-    ("gpu", 4, "g", 0),
-    ("mem", 4, "m", 0),
-    ("seg", 3, "", WIDEST),
-    ("pid", 7, "", WIDEST),
-    ("rst", 3, "", WIDEST),
+COLUMNS: Sequence[tuple[str, int, str, int, Callable[[Row], str]]] = (
+    # title, width, key of `SORTS`, columns of a terminal from which it is shown, text of a row
+    ("state", 7, "", 0, lambda row: "old" if row.state == "replaced" else row.state),
+    ("in/s", 5, "i", 0, lambda row: number(row.incoming)),
+    ("out/s", 5, "u", 0, lambda row: number(row.outgoing)),
+    ("wait", 4, "w", 0, lambda row: number(row.waiting)),
+    ("oldst", 5, "o", 0, lambda row: seconds(row.oldest)),
+    ("bat/s", 5, "b", 0, lambda row: number(row.batches)),
+    ("size", 4, "", WIDEST, lambda row: number(row.batch_size)),
+    ("p50", 5, "", 0, lambda row: seconds(row.p50)),
+    ("p99", 5, "p", 0, lambda row: seconds(row.p99)),
+    ("lag", 5, "l", 0, lambda row: seconds(row.lag)),
+    ("cpu", 4, "c", 0, lambda row: share(row.cpu)),
+    ("gpu", 4, "g", 0, lambda row: share(row.gpu)),
+    ("mem", 4, "m", 0, lambda row: size(row.memory)),
+    ("seg", 3, "", WIDEST, lambda row: number(row.segments)),
+    ("pid", 7, "", WIDEST, lambda row: str(row.pid or "-")),
+    ("rst", 3, "", WIDEST, lambda row: str(row.restarts)),
 )
-FROM_OUTSIDE = "cpu", "pid"  # columns that need no answer of the process
+FROM_OUTSIDE = "state", "cpu", "pid"  # columns that need no answer of the process
 HELP = "↑↓ enter open  q quit  sort: "
-SORT_WORDS = (
-    *("rank", "name", "in", "out", "wait", "old", "bat", "p99", "lag", "cpu", "gpu", "mem"),
-)
 
 
 @dataclass
@@ -81,17 +76,10 @@ class Screen:
         elif key in ("escape", "left", "\x7f"):
             self.opened = ""
         elif key in ("\r", "\n", "right"):
-            self.opened = self._selected_key(rows)
+            ordered = sort_rows(rows, self.sort)
+            self.opened = ordered[self.selected].key if ordered else ""
         self.selected = max(0, min(self.selected, len(rows) - 1))
         return True
-
-    def _selected_key(self, rows: Sequence[Row]) -> str:
-        ordered = self.order(rows)
-        return ordered[self.selected].key if ordered else ""
-
-    def order(self, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows as they are shown."""
-        return sort_rows(rows, self.sort)
 
 
 def picture(
@@ -124,18 +112,17 @@ def picture(
 def _help() -> Text:
     """Return the line of the keys: those that sort are letters of the columns' names."""
     found = Text(HELP, style="dim")
-    for key, word in zip(SORTS, SORT_WORDS, strict=True):
+    for key, (_, word) in SORTS.items():
         before, _, after = word.partition(key)
         found.append(before).append(key, style="bold underline not dim").append(f"{after} ")
     return found
 
 
-def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict], width: int = WIDEST) -> None:
+def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
     """Draw the picture once, as SVG."""
-    console = Console(record=True, file=io.StringIO(), width=width, force_terminal=True)
-    console.print(
-        picture(Screen(selected=-1), rows, verdicts, {}, width, len(rows) + MOST_VERDICTS)
-    )
+    console = Console(record=True, file=io.StringIO(), width=WIDEST, force_terminal=True)
+    height = len(rows) + MOST_VERDICTS
+    console.print(picture(Screen(selected=-1), rows, verdicts, {}, WIDEST, height))
     # Without the fonts, which a browser would get from a third party.
     template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     text = console.export_svg(title="python -m aiorpc_torch top", code_format=template)
@@ -163,18 +150,28 @@ def _also(verdict: Verdict, rows: Iterable[Row]) -> str:
 
 def _tables(screen: Screen, rows: Sequence[Row], width: int, room: int) -> list[RenderableType]:
     """Return the header and a table for each world, scrolled to the selected worker."""
-    lines = [*_lines(screen.order(rows), screen.selected)]
-    at = next((n for n, (is_selected, _) in enumerate(lines) if is_selected), 0)
+    lines: list[Text | Row] = []  # below the header: a text for each world if there are several
+    ordered = sort_rows(rows, screen.sort)
+    worlds = by_world(ordered)
+    for world, of_world in worlds.items():
+        if len(worlds) > 1:
+            name = world
+            if world.startswith("unix://"):  # a local one, known by the pid of rank 0
+                pid = next((row.pid for row in of_world if row.rank == 0), 0)
+                name = f"local world of process {pid}" if pid else "local world"
+            count = f"{len(of_world)} worker{'s' * (len(of_world) > 1)}"
+            lines.append(Text(f"{name}: {count}", style="dim"))
+        lines += of_world
+    selected = ordered[screen.selected] if 0 <= screen.selected < len(ordered) else None
+    at = next((n for n, each in enumerate(lines) if each is selected), 0)
     first = max(0, min(at - room // 2, len(lines) - room))
     found: list[RenderableType] = [table := _table(screen, width, is_header=True)]
-    for is_selected, line in lines[first : first + room]:
+    for line in lines[first : first + room]:
         if isinstance(line, Text):  # as wide as the terminal
             found += [line, table := _table(screen, width)]
-            continue
-        name, *cells, waits = line
-        kept = [each for each, (*_, least) in zip(cells, COLUMNS, strict=True) if width >= least]
-        more = [waits] if width >= WIDE else []
-        table.add_row(name, *kept, *more, style="reverse" if is_selected else "")
+        else:
+            style = "reverse" if line is selected else ""
+            table.add_row(*_cells(line, width), style=style)
     return found
 
 
@@ -183,60 +180,28 @@ def _table(screen: Screen, width: int, *, is_header: bool = False) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
     table.show_header = is_header
     table.add_column("worker", ratio=1, min_width=9, no_wrap=True)
-    shown = [each for each in COLUMNS if width >= each[-1]]
-    for title, columns, key, _ in shown:
-        is_sorted = key and key == screen.sort
-        style = "bold reverse" if is_sorted else "bold"
-        table.add_column(
-            Text(title, style=style), width=columns, no_wrap=True, justify="right", overflow="crop"
-        )
+    rest = width - 15
+    for title, columns, key, least, _ in COLUMNS:
+        if width >= least:
+            style = "bold reverse" if key == screen.sort else "bold"
+            header = Text(title, style=style)
+            table.add_column(header, width=columns, no_wrap=True, justify="right", overflow="crop")
+            rest -= 1 + columns
     if width >= WIDE:
-        rest = width - sum(1 + columns for _, columns, *_ in shown) - 15
         table.add_column("waits for", no_wrap=True, width=rest)
     return table
 
 
-def _lines(
-    rows: Sequence[Row], selected: int
-) -> Iterable[tuple[bool, Text | list[RenderableType]]]:
-    """Yield what is below the header: a text for each world if there are several, and the rows."""
-    worlds = by_world(rows)
-    position = 0
-    for world, of_world in worlds.items():
-        if len(worlds) > 1:
-            yield False, Text(_title(world, of_world), style="dim")
-        for row in of_world:
-            yield position == selected, _cells(row)
-            position += 1
-
-
-def _title(world: str, rows: Sequence[Row]) -> str:
-    """Return the line above the rows of a world: that of a local one has the pid of rank 0."""
-    pid = next((row.pid for row in rows if row.rank == 0), 0)
-    of = f" of process {pid}" if pid else ""
-    name = f"local world{of}" if world.startswith("unix://") else world
-    return f"{name}: {len(rows)} worker{'s' * (len(rows) > 1)}"
-
-
-def _cells(row: Row) -> list[RenderableType]:
-    numbers = (
-        *(number(row.incoming), number(row.outgoing), number(row.waiting), seconds(row.oldest)),
-        *(number(row.batches), number(row.batch_size), seconds(row.p50), seconds(row.p99)),
-        *(seconds(row.lag), share(row.cpu), share(row.gpu), size(row.memory), number(row.segments)),
-        *(str(row.pid or "-"), str(row.restarts)),
-    )
-    titles = (title for title, *_ in COLUMNS[1:])
+def _cells(row: Row, width: int) -> Iterable[Text]:
+    """Yield the cells of a row. A str would be read as rich's markup, and ":cat:" as an emoji."""
     answers = row.state in ("ok", "blocked")
-    waits = ", ".join(f"{e.worker} {seconds(e.age)}" for e in row.waits if e.method)
-    return [  # a str would be read as rich's markup, and ":cat:" as an emoji
-        Text(f"{row.name}{'*' * row.is_coordinator}"),
-        Text("old" if row.state == "replaced" else row.state, style=STYLES[row.state]),
-        *(
-            each if answers or title in FROM_OUTSIDE else "-"
-            for title, each in zip(titles, numbers, strict=True)
-        ),
-        Text(waits),
-    ]
+    yield Text(f"{row.name}{'*' * row.is_coordinator}")
+    for title, _, _, least, text in COLUMNS:
+        if width >= least:
+            style = STYLES[row.state] if title == "state" else ""
+            yield Text(text(row) if answers or title in FROM_OUTSIDE else "-", style=style)
+    if width >= WIDE:
+        yield Text(", ".join(f"{e.worker} {seconds(e.age)}" for e in row.waits if e.method))
 
 
 # ── one worker ──────────────────────────────────────────────────────────────────────────────────
@@ -259,15 +224,11 @@ def _detail(
         batches = f"{number(each.rate)} batches/s of {number(each.size)}"
         yield Text(f"{each.name}  {batches}  {number(each.waiting)} calls wait")
     for wait in row.waits:
-        calls = f"{number(wait.calls)} calls, {wait.method} for {seconds(wait.age)}"
-        yield Text(f"waits for {wait.worker}: {calls}", style="cyan")
+        waits = f"{number(wait.calls)} calls, {wait.method} for {seconds(wait.age)}"
+        yield Text(f"waits for {wait.worker}: {waits}", style="cyan")
     if where := data.get("where", ()):
         yield Text("where its calls stand:", style="bold")
         yield from _stack(where)
-    yield from _calls(data)
-
-
-def _calls(data: Mapping[str, Any]) -> Iterable[RenderableType]:
     if calls := data.get("calls", ()):
         yield Text("oldest calls that run here:", style="bold")
     for call in calls:

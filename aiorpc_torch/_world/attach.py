@@ -97,7 +97,7 @@ async def attach(
         exports=None if exports is None else checked_exports(exports),
     )
     check_not_forked()
-    if entry_points.current() is not None:
+    if entry_points.here is not None:
         raise RuntimeError(f"{entry_points.IN_A_WORLD}: {entry_points.how_to_leave()}")
     if not is_running():
         raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")

@@ -12,27 +12,9 @@ The modules of this package are written on its own names and those of `aiorpc_to
 from .._batching.stats import BatchStats
 from .._context.interception import CallInfo, Interceptor, intercept
 from .._context.propagation import propagate
-from .._inspection.calls_in_flight import PendingCall, pending
+from .._inspection.calls_in_flight import PendingCall, pending, where
 from .._inspection.counters import Stats, stats
-from .._inspection.where import where
 from .._names import show_as as _show_as
-
-_OF_OTHERS = (
-    "stats",
-    "Stats",
-    "BatchStats",
-    "pending",
-    "PendingCall",
-    "intercept",
-    "Interceptor",
-    "CallInfo",
-    "propagate",
-    "where",
-)
-_show_as(__name__, globals(), _OF_OTHERS)
-
-from .metrics_server import MetricsServer, serve_metrics  # noqa: E402 - it imports the names above
-from .tracing import Tracing  # noqa: E402
 
 __all__ = (
     "BatchStats",
@@ -49,3 +31,7 @@ __all__ = (
     "stats",
     "where",
 )
+_show_as(__name__, globals(), [each for each in __all__ if each in globals()])
+
+from .metrics_server import MetricsServer, serve_metrics  # noqa: E402 - it imports the names above
+from .tracing import Tracing  # noqa: E402

@@ -1,18 +1,18 @@
 """The metrics, in the names that OpenTelemetry's conventions have in Prometheus's format."""
 
+import asyncio
 import contextlib
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .._aio.loop_lag import LoopLag
 from .._gauges import measured_objects
-from .._inspection.gpus import gpu_use
-from .._inspection.world import STATES, WorldNumbers, world_numbers
+from .._inspection.counters import STATES, WorldNumbers, gpu_use, world_numbers
 from . import Stats, stats
-from .histograms import Histogram
-from .loop_lag import LoopLag
-from .recorder import Recorder
+from .recorder import Histogram, Recorder
 
 COUNTERS = {
     "calls": ("aiorpc_client_calls", "Calls and streams made by this process"),
@@ -52,141 +52,89 @@ OBJECTS = {
 
 OBJECT_COUNTERS = {"aiorpc_replay_inserted", "aiorpc_replay_sampled"}
 
-METHOD, PEER_CALLED, PEER_CALLING, ERROR = (
-    "rpc_method",
-    "server_address",
-    "client_address",
-    "error_type",
+INTERVAL = 1.0  # seconds between two probes of an event loop
+WINDOW = 15.0  # seconds over which its longest lag is told: a usual scrape interval
+
+METHOD, ERROR = "rpc_method", "error_type"
+CALL_LABELS = (METHOD, "server_address", ERROR), (METHOD, "client_address", ERROR)
+
+HISTOGRAMS = (  # attribute of the recorder, name, text, labels
+    ("client", "rpc_client_call_duration_seconds", "Seconds of calls", CALL_LABELS[0]),
+    ("server", "rpc_server_call_duration_seconds", "Seconds of calls", CALL_LABELS[1]),
+    ("queue", "aiorpc_server_queue_duration_seconds", "From arrival", (METHOD,)),
+    ("batch", "aiorpc_batch_duration_seconds", "Seconds of batches", (METHOD, ERROR)),
+    ("batch_wait", "aiorpc_batch_wait_seconds", "Of the oldest call", (METHOD,)),
+    ("batch_size", "aiorpc_batch_size", "Calls in a batch", (METHOD,)),
 )
 
 
-class Metrics:
-    """The metrics of this process, for a registry of `prometheus_client`.
+class LagThread:
+    """A daemon thread that probes a loop once a second, from `start` to `close`.
 
-    Args:
-        recorder: counts the calls.
-        lag: measures the event loop, if there is one.
+    So a blocked loop is seen while it is blocked.
     """
 
-    def __init__(self, recorder: Recorder, lag: LoopLag | None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lag = LoopLag(loop)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aiorpc-loop-lag", daemon=True)
+
+    def start(self) -> None:
+        """Start to measure."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to measure."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def longest(self) -> float:
+        """Return the longest lag in seconds of the last `WINDOW` seconds. In any thread."""
+        return 0.0 if self._loop.is_closed() else self._lag.longest(WINDOW)
+
+    def _run(self) -> None:
+        while not self._loop.is_closed():
+            self._lag.probe()
+            if self._is_closed.wait(INTERVAL):
+                return
+
+
+class Metrics:
+    """The metrics of this process, for a registry of `prometheus_client`."""
+
+    def __init__(self, recorder: Recorder, lag: LagThread | None) -> None:
         self._recorder = recorder
         self._lag = lag
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families. In any thread."""
-        yield from self._histograms()
-        yield from _totals(now := stats())
-        yield from _batches(now)
-        yield from _world(world := world_numbers())
+        for attribute, name, text, labels in HISTOGRAMS:
+            yield _histogram(getattr(self._recorder, attribute), name, text, labels)
+        yield from _counters(stats())
+        world = world_numbers()
+        if world is not None:
+            yield from _world(world)
         yield from _objects({} if world is None else world.names)
-        yield from self._process("" if world is None else world.worker)
+        gpus = {(str(device),): share for device, share in gpu_use().items()}
+        text = "Time with a kernel, of any process"
+        yield _family("Gauge", "aiorpc_gpu_utilization_ratio", text, gpus, "device")
+        if self._lag is not None:
+            text = "Longest lag of the event loop in the last 15 s"
+            yield _family("Gauge", "aiorpc_event_loop_lag_seconds", text, {(): self._lag.longest()})
+        worker = ("" if world is None else world.worker) or self._recorder.worker
+        values, labels = {("aiorpc_torch", worker): 1}, ("service_name", "service_instance_id")
+        yield _family("Gauge", "target_info", "This worker", values, *labels)
 
     def describe(self) -> list[Any]:
         """Return no descriptions: the names are known at a scrape."""
         return []
 
-    def _histograms(self) -> Iterator[Any]:
-        found, calls = self._recorder, "Seconds of calls"
-        for name, text, labels, histogram in (
-            ("rpc_client_call_duration_seconds", calls, (METHOD, PEER_CALLED, ERROR), found.client),
-            (
-                "rpc_server_call_duration_seconds",
-                calls,
-                (METHOD, PEER_CALLING, ERROR),
-                found.server,
-            ),
-            ("aiorpc_server_queue_duration_seconds", "From arrival", (METHOD,), found.queue),
-            ("aiorpc_batch_duration_seconds", "Seconds of batches", (METHOD, ERROR), found.batch),
-            ("aiorpc_batch_wait_seconds", "Of the oldest call", (METHOD,), found.batch_wait),
-            ("aiorpc_batch_size", "Calls in a batch", (METHOD,), found.batch_size),
-        ):
-            yield _histogram(name, text, labels, histogram)
 
-    def _process(self, worker: str) -> Iterator[Any]:
-        core = _core()
-        gpus = core.GaugeMetricFamily(
-            "aiorpc_gpu_utilization_ratio", "Time with a kernel, of any process", labels=["device"]
-        )
-        for device, share in gpu_use().items():
-            gpus.add_metric((str(device),), share)
-        yield gpus
-        if self._lag is not None:
-            text = "Longest lag of the event loop in the last 15 s"
-            name = "aiorpc_event_loop_lag_seconds"
-            yield core.GaugeMetricFamily(name, text, value=self._lag.longest())
-        target = core.GaugeMetricFamily(
-            "target_info", "This worker", labels=("service_name", "service_instance_id")
-        )
-        target.add_metric(("aiorpc_torch", worker or self._recorder.worker), 1)
-        yield target
+def _histogram(histogram: Histogram, name: str, text: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
 
-
-def _totals(now: Stats) -> Iterator[Any]:
-    core = _core()
-    for field, (name, text) in COUNTERS.items():
-        yield core.CounterMetricFamily(name, text, value=getattr(now, field))
-    for field, (name, text) in GAUGES.items():
-        yield core.GaugeMetricFamily(name, text, value=getattr(now, field))
-
-
-def _batches(now: Stats) -> Iterator[Any]:
-    core = _core()
-    waiting = core.GaugeMetricFamily("aiorpc_batch_waiting_calls", "Waiting calls", labels=[METHOD])
-    full = core.GaugeMetricFamily(
-        "aiorpc_batch_full_size", "Calls in a full batch", labels=[METHOD]
-    )
-    starts = core.CounterMetricFamily(
-        "aiorpc_batches", "Batches by the reason of their start", labels=[METHOD, "reason"]
-    )
-    for name, batch in now.batches.items():
-        waiting.add_metric((name,), batch.waiting)
-        full.add_metric((name,), batch.size)
-        for reason, count in batch.reasons.items():
-            starts.add_metric((name, reason), count)
-    yield from (waiting, full, starts)
-
-
-def _world(world: WorldNumbers | None) -> Iterator[Any]:
-    """Yield the numbers of the world, none outside of one."""
-    if world is None:
-        return
-    core = _core()
-    yield core.GaugeMetricFamily(
-        "aiorpc_world_size", "Workers that have not left", value=world.size
-    )
-    workers = core.GaugeMetricFamily(
-        "aiorpc_workers", "Workers, as this one knows them", labels=["state"]
-    )
-    for state in dict.fromkeys(STATES.values()):
-        workers.add_metric((state,), world.states.get(state, 0))
-    yield workers
-    text = "How often this worker's process was started again"
-    yield core.GaugeMetricFamily("aiorpc_worker_restarts", text, value=world.restarts)
-    if world.is_coordinator is not None:
-        text = "1 for the worker that keeps the directory"
-        yield core.GaugeMetricFamily("aiorpc_coordinator", text, value=world.is_coordinator)
-
-
-def _objects(names: Mapping[int, str]) -> Iterator[Any]:
-    """Yield the numbers of the objects of `training`; of several with one name the greatest."""
-    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for each, followed in measured_objects().items():
-        name = names.get(id(each), followed)
-        with contextlib.suppress(RuntimeError):  # its event loop changes what it counts
-            for metric, value in each._numbers().items():
-                found[metric][name] = max(value, found[metric].get(name, value))
-    core = _core()
-    for metric, text in OBJECTS.items():
-        is_counter = metric in OBJECT_COUNTERS
-        kind = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
-        family = kind(metric, text, labels=["name"])
-        for name, value in found[metric].items():
-            family.add_metric((name,), value)
-        yield family
-
-
-def _histogram(name: str, text: str, labels: Sequence[str], histogram: Histogram) -> Any:
-    family = _core().HistogramMetricFamily(name, text, labels=labels)
+    family: Any = HistogramMetricFamily(name, text, labels=labels)
     bounds = [*(str(float(each)) for each in histogram.bounds), "+Inf"]
     for values, counts in histogram.collect().items():
         cumulated = itertools.accumulate(counts.buckets)
@@ -194,7 +142,54 @@ def _histogram(name: str, text: str, labels: Sequence[str], histogram: Histogram
     return family
 
 
-def _core() -> Any:
-    import prometheus_client.core
+def _counters(now: Stats) -> Iterator[Any]:
+    for kind, fields in (("Counter", COUNTERS), ("Gauge", GAUGES)):
+        for field, (name, text) in fields.items():
+            yield _family(kind, name, text, {(): getattr(now, field)})
+    waiting = {(name,): batch.waiting for name, batch in now.batches.items()}
+    yield _family("Gauge", "aiorpc_batch_waiting_calls", "Waiting calls", waiting, METHOD)
+    full = {(name,): batch.size for name, batch in now.batches.items()}
+    yield _family("Gauge", "aiorpc_batch_full_size", "Calls in a full batch", full, METHOD)
+    starts = {
+        (name, reason): count
+        for name, batch in now.batches.items()
+        for reason, count in batch.reasons.items()
+    }
+    text = "Batches by the reason of their start"
+    yield _family("Counter", "aiorpc_batches", text, starts, METHOD, "reason")
 
-    return prometheus_client.core
+
+def _world(world: WorldNumbers) -> Iterator[Any]:
+    text = "Workers that have not left"
+    yield _family("Gauge", "aiorpc_world_size", text, {(): world.size})
+    states = {(state,): world.states.get(state, 0) for state in STATES.values()}
+    text = "Workers, as this one knows them"
+    yield _family("Gauge", "aiorpc_workers", text, states, "state")
+    text = "How often this worker's process was started again"
+    yield _family("Gauge", "aiorpc_worker_restarts", text, {(): world.restarts})
+    if world.is_coordinator is not None:
+        text = "1 for the worker that keeps the directory"
+        yield _family("Gauge", "aiorpc_coordinator", text, {(): world.is_coordinator})
+
+
+def _objects(names: Mapping[int, str]) -> Iterator[Any]:
+    """Yield the numbers of the objects of `training`; of several with one name the greatest."""
+    found: defaultdict[str, dict[Sequence[str], float]] = defaultdict(dict)
+    for each, followed in measured_objects().items():
+        name = (names.get(id(each), followed),)
+        with contextlib.suppress(RuntimeError):  # its event loop changes what it counts
+            for metric, value in each._numbers().items():
+                found[metric][name] = max(value, found[metric].get(name, value))
+    for metric, text in OBJECTS.items():
+        kind = "Counter" if metric in OBJECT_COUNTERS else "Gauge"
+        yield _family(kind, metric, text, found[metric], "name")
+
+
+def _family(kind: str, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
+    """Return a family of metrics: the values by those of their labels."""
+    from prometheus_client import core
+
+    family = getattr(core, f"{kind}MetricFamily")(name, text, labels=labels)
+    for of, value in values.items():
+        family.add_metric(of, value)
+    return family

@@ -9,8 +9,7 @@ from .. import Tls
 from .._port.http_port import HttpPort, listen
 from .._port.tunnels import format_endpoint
 from . import intercept
-from .loop_lag import LoopLag
-from .metrics import Metrics
+from .metrics import LagThread, Metrics
 from .recorder import Recorder
 
 
@@ -57,7 +56,8 @@ def serve_metrics(
         if not isinstance(tls, Tls):
             raise TypeError(f"tls must be a Tls, got {tls!r}")
         tls.check()
-    recorder, lag = Recorder(), _loop_lag()
+    recorder, loop = Recorder(), asyncio._get_running_loop()
+    lag = None if loop is None else LagThread(loop)
     registry = CollectorRegistry()
     registry.register(Metrics(recorder, lag))
     ProcessCollector(registry=registry)  # CPU, memory and descriptors of this process
@@ -85,7 +85,7 @@ class MetricsServer:
     """
 
     def __init__(
-        self, server: HttpPort, url: str, lag: LoopLag | None, stop_counting: Callable[[], None]
+        self, server: HttpPort, url: str, lag: LagThread | None, stop_counting: Callable[[], None]
     ) -> None:
         self.url = url
         self.port: int = urlsplit(url).port or 0
@@ -112,10 +112,3 @@ class MetricsServer:
         self._server.close()
         if self._lag is not None:
             self._lag.close()
-
-
-def _loop_lag() -> LoopLag | None:
-    try:
-        return LoopLag(asyncio.get_running_loop())
-    except RuntimeError:
-        return None

@@ -1,13 +1,18 @@
-"""The interceptor that counts calls for the metrics: durations, waits and batch sizes."""
+"""The interceptor that counts calls for the metrics: durations, waits and batch sizes.
+
+Histograms have no locks: each thread counts in tables of its own, which a scrape adds up.
+"""
 
 import functools
+import threading
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
 from contextvars import Context
+from typing import NamedTuple
 
 from .._text import printable
 from . import CallInfo, Interceptor
-from .histograms import Histogram, NameLimit
 
 SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -16,6 +21,89 @@ SECONDS = (
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 MAX_METHODS, MAX_PEERS, MAX_ERRORS = 200, 100, 50  # names in labels; the rest is "other"
+
+
+OTHER = "other"
+"""Stands for names beyond the limit of a `NameLimit`."""
+
+
+class NameLimit:
+    """Bound on the names in labels: the first `limit` of them are kept, the rest are `other`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._names: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        """Return the name, or `other`."""
+        if name in self._names:
+            return name
+        if len(self._names) >= self._limit:
+            return OTHER
+        self._names.add(name)
+        return name
+
+
+class Counts(NamedTuple):
+    """Values of one label set: how many in each bucket, and their sum."""
+
+    buckets: list[int]
+    total: list[float]  # of one item, since it is written in place
+
+
+_Table = dict[Hashable, Counts]
+
+
+class Histogram:
+    """A histogram with labels. The values of a bucket are at most its bound.
+
+    A value that is recorded during `collect` may be in a bucket and not yet in the sum.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self._local = threading.local()
+        self._tables: list[tuple[threading.Thread, _Table]] = []
+        self._ended: _Table = {}  # of threads that have ended
+        self._lock = threading.Lock()  # of scrapes, and of threads that begin to record
+
+    def record(self, labels: Hashable, value: float) -> None:
+        """Count a value. In any thread."""
+        try:
+            table: _Table = self._local.table
+        except AttributeError:
+            table = self._local.table = {}
+            with self._lock:
+                self._tables.append((threading.current_thread(), table))
+        counts = table.get(labels)
+        if counts is None:
+            counts = table[labels] = self._new_counts()
+        counts.buckets[bisect_left(self.bounds, value)] += 1
+        counts.total[0] += value
+
+    def collect(self) -> _Table:
+        """Return the sum of all threads' values for each label set. In any thread."""
+        found: _Table = {}
+        with self._lock:
+            tables, self._tables = self._tables, []
+            for thread, table in tables:
+                if thread.is_alive():
+                    self._tables.append((thread, table))
+                    self._add(found, table)
+                else:
+                    self._add(self._ended, table)
+            self._add(found, self._ended)
+        return found
+
+    def _new_counts(self) -> Counts:
+        return Counts([0] * (len(self.bounds) + 1), [0.0])
+
+    def _add(self, to: _Table, table: _Table) -> None:
+        for labels, counts in [*table.items()]:
+            known = to.setdefault(labels, self._new_counts())
+            for position, count in enumerate(counts.buckets):
+                known.buckets[position] += count
+            known.total[0] += counts.total[0]
 
 
 class Recorder(Interceptor):
@@ -44,29 +132,29 @@ class Recorder(Interceptor):
         if not call.peer:
             return None
         self.worker = call.worker
-        return functools.partial(self._end, self.client, call, self._peer(call.peer))
+        labels = self._method(call.method), self._peer(call.peer)
+        return functools.partial(self._end, self.client, labels, call.began)
 
     def on_receive(self, call: CallInfo) -> "functools.partial[None]":
         """Time a received call, and note how long it has waited."""
         self.worker = call.worker
-        self.queue.record((self._method(call.method),), time.monotonic() - call.began)
-        return functools.partial(self._end, self.server, call, self._peer(call.peer))
+        labels = self._method(call.method), self._peer(call.peer)
+        self.queue.record(labels[:1], time.monotonic() - call.began)
+        return functools.partial(self._end, self.server, labels, call.began)
 
     def on_batch(self, batch: CallInfo, callers: Sequence[Context]) -> "functools.partial[None]":
         """Time a batch, and note its size and its wait."""
-        method, now = self._method(batch.method), time.monotonic()
-        self.batch_size.record((method,), batch.size)
-        self.batch_wait.record((method,), now - batch.began)
-        return functools.partial(self._end_batch, method, now)
+        labels, now = (self._method(batch.method),), time.monotonic()
+        self.batch_size.record(labels, batch.size)
+        self.batch_wait.record(labels, now - batch.began)
+        return functools.partial(self._end, self.batch, labels, now)
 
     def _end(
-        self, histogram: Histogram, call: CallInfo, peer: str, failure: BaseException | None
+        self,
+        histogram: Histogram,
+        labels: tuple[str, ...],
+        began: float,
+        failure: BaseException | None,
     ) -> None:
-        labels = self._method(call.method), peer, self._type(failure)
-        histogram.record(labels, time.monotonic() - call.began)
-
-    def _end_batch(self, method: str, began: float, failure: BaseException | None) -> None:
-        self.batch.record((method, self._type(failure)), time.monotonic() - began)
-
-    def _type(self, failure: BaseException | None) -> str:
-        return "" if failure is None else self._error(printable(type(failure).__qualname__))
+        error = "" if failure is None else self._error(printable(type(failure).__qualname__))
+        histogram.record((*labels, error), time.monotonic() - began)

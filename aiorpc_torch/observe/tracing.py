@@ -80,49 +80,45 @@ class Tracing(Interceptor):
         return functools.partial(self._end, span)
 
     def _start(self, call: CallInfo, parent: Any, kind: Any, links: Sequence[Any] = ()) -> Any:
-        waited = time.monotonic() - call.began
-        began = time.time_ns() - int(1e9 * max(0.0, waited))
+        waited, began = time.monotonic() - call.began, time.time_ns()
         service, _, method = call.method.rpartition(".")
         name = f"{service}/{method}" if service else method
-        if not call.peer:
-            name, began = f"{call.kind} {name}", time.time_ns()
-        attributes = _attributes(call, service, method, waited, is_server=kind.name == "SERVER")
-        return self._tracer.start_span(name, parent, kind, attributes, links, began)
+        # In the names of OpenTelemetry's conventions for RPC.
+        found: dict[str, Any] = {
+            "rpc.system": SYSTEM,
+            "rpc.system.name": SYSTEM,
+            "rpc.method": method,
+        }
+        if service:
+            found["rpc.service"] = service
+        found["aiorpc_torch.kind"] = call.kind
+        if call.peer:
+            began -= int(1e9 * max(0.0, waited))
+            is_server = kind.name == "SERVER"
+            ends = (call.peer, call.worker) if is_server else (call.worker, call.peer)
+            found["client.address"], found["server.address"] = ends
+            if is_server:
+                found["aiorpc_torch.queue.duration"] = waited
+        else:
+            name = f"{call.kind} {name}"
+            found[f"aiorpc_torch.{call.kind}.size"] = call.size
+            if call.kind == "batch":
+                found["aiorpc_torch.batch.wait"] = waited
+        return self._tracer.start_span(name, parent, kind, found, links, began)
 
     def _end(self, span: Any, failure: BaseException | None) -> None:
+        status, error = self._trace.Status, self._trace.StatusCode.ERROR
         try:
-            if failure is not None:
-                self._note_failure(span, failure)
+            if failure is None:
+                return
+            name = type(failure).__name__
+            span.set_status(status(error, name))
+            span.set_attribute("error.type", type(failure).__qualname__)
+            if isinstance(failure, CallTimeout):
+                span.set_attribute("aiorpc_torch.deadline_exceeded", True)
+            if isinstance(failure, RpcError) and hasattr(failure, "may_have_run"):
+                span.set_attribute("aiorpc_torch.may_have_run", failure.may_have_run)
+            span.record_exception(failure)
+            span.set_status(status(error, f"{name}: {failure}"))
         finally:  # the text of a user's exception may raise
             span.end()
-
-    def _note_failure(self, span: Any, failure: BaseException) -> None:
-        status, name = self._trace.Status, type(failure).__name__
-        span.set_status(status(self._trace.StatusCode.ERROR, name))
-        span.set_attribute("error.type", type(failure).__qualname__)
-        if isinstance(failure, CallTimeout):
-            span.set_attribute("aiorpc_torch.deadline_exceeded", True)
-        if isinstance(failure, RpcError) and hasattr(failure, "may_have_run"):
-            span.set_attribute("aiorpc_torch.may_have_run", failure.may_have_run)
-        span.record_exception(failure)
-        span.set_status(status(self._trace.StatusCode.ERROR, f"{name}: {failure}"))
-
-
-def _attributes(
-    call: CallInfo, service: str, method: str, waited: float, *, is_server: bool
-) -> dict[str, Any]:
-    """Return the attributes of a span, in the names of OpenTelemetry's conventions for RPC."""
-    found: dict[str, Any] = {"rpc.system": SYSTEM, "rpc.system.name": SYSTEM, "rpc.method": method}
-    if service:
-        found["rpc.service"] = service
-    found["aiorpc_torch.kind"] = call.kind
-    if call.peer:
-        ends = (call.peer, call.worker) if is_server else (call.worker, call.peer)
-        found["client.address"], found["server.address"] = ends
-        if is_server:
-            found["aiorpc_torch.queue.duration"] = waited
-        return found
-    found[f"aiorpc_torch.{call.kind}.size"] = call.size
-    if call.kind == "batch":
-        found["aiorpc_torch.batch.wait"] = waited
-    return found

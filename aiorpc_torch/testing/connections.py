@@ -186,5 +186,5 @@ def _holds_memory(end: Any) -> bool:
 
 
 def _sessions() -> Any:
-    node: Any = entry_points.current()
+    node: Any = entry_points.here
     return node.server.sessions

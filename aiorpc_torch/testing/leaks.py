@@ -20,9 +20,9 @@ from typing import Any
 from .._aio.threads import join_all
 from .._children.forkserver import server_pid
 from .._endpoint import entry_points
-from .._endpoint.entry_points import Endpoint
 from .._inspection.calls_in_flight import pending
 from .._inspection.counters import stats
+from .._server.server import Server
 from .._world.directory_client import WORLD_TASK
 
 Process = tuple[int, str]  # pid and start time, since pids are reused
@@ -58,7 +58,7 @@ def assert_no_leaks(leaks: Iterable[str]) -> None:
 class Snapshot:
     """The state of this process that leaks would change, without its tasks."""
 
-    world: Endpoint | None
+    world: Server | None
     calls: int
     threads: frozenset[threading.Thread]
     processes: frozenset[Process]

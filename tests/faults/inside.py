@@ -127,7 +127,7 @@ def snapshot() -> Counter[str]:
 
 
 def _of_registry() -> dict[str, int]:
-    if not isinstance(node := entry_points.current(), Node):
+    if not isinstance(node := entry_points.here, Node):
         return {}
     found = node.registry
     return {

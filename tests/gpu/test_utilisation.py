@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from aiorpc_torch._inspection.gpus import gpu_use
+from aiorpc_torch._inspection.counters import gpu_use
 from tests.support.cuda_actors import needs_device
 
 pytestmark = pytest.mark.gpu

@@ -81,7 +81,7 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     send = torch_transfers.send
     monkeypatch.setattr(torch_transfers, "send", lambda *args: sent.append(args[2:]) or send(*args))
     async with aiorpc.local_world(0):
-        node = entry_points.current()
+        node = entry_points.here
         assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000
     assert node is not None
     answers = [

@@ -22,7 +22,7 @@ def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
 
 async def names_of_lost() -> list[str]:
     """The peers that this worker has lost."""
-    return [*entry_points.current().pool._members.lost()]  # type: ignore[union-attr]
+    return [*entry_points.here.pool._members.lost()]  # type: ignore[union-attr]
 
 
 @pytest.mark.promise("joining.death")

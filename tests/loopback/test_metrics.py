@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from aiorpc_torch import Group, RRef, batched, register, remote
 from aiorpc_torch.observe import MetricsServer, metrics, recorder, serve_metrics
-from aiorpc_torch.observe.histograms import OTHER
+from aiorpc_torch.observe.recorder import OTHER
 from aiorpc_torch.training import Replay, StalenessLimit, Weights, follow
 from tests.support.certificates import Authority
 from tests.support.hooks import hooks as hooks
@@ -101,7 +101,7 @@ async def test_a_blocked_loop_is_scraped() -> None:
     """From this very step of the loop: its lag is in the answer."""
     with serve_metrics() as server:
         await asyncio.sleep(0)
-        while server._lag is not None and server._lag._asked is None:
+        while server._lag is not None and server._lag._lag._sent is None:
             time.sleep(0.05)  # noqa: ASYNC251 - until it is asked, and cannot answer
         time.sleep(0.2)  # noqa: ASYNC251
         found = samples(scrape(server))

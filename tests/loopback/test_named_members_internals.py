@@ -63,7 +63,7 @@ async def test_a_member_that_comes_as_a_map_is_ended() -> None:
 
 async def test_nothing_is_kept_of_members_that_are_dropped() -> None:
     """The object of a name that is not registered any more is freed, also with members alive."""
-    node: Any = entry_points.current()
+    node: Any = entry_points.here
     envs = members(NAME)
     register(NAME, Env())
     await envs.wait()

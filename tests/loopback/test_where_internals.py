@@ -111,7 +111,7 @@ async def test_a_question_that_is_answered_leaves_no_timer() -> None:
 async def test_all_long_waits_are_told_but_of_followers(caplog: pytest.LogCaptureFixture) -> None:
     """Four at a look, those left out at the next one; a follower's wait for a version is none."""
     register("net", Weights({"a": torch.ones(1)}))
-    node: Any = entry_points.current()
+    node: Any = entry_points.here
     waits, later = LongWaits(node), time.monotonic() + 60.0
     async with await follow("net"):
         async with asyncio.timeout(60.0):

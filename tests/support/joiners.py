@@ -182,7 +182,7 @@ async def cut_from_rank_0(refusals: int) -> bool:
 
 async def keep_unaware(envs: list[Any]) -> None:
     """Keep the RRefs here, where no news of workers that leave comes any more."""
-    node: Any = entry_points.current()
+    node: Any = entry_points.here
     node.membership.on_leave_message = lambda *_: None
     kept.append(envs)
 

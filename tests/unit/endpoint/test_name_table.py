@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._endpoint.name_table import NameTable
+from aiorpc_torch._endpoint.names import NameTable
 
 SOON = 30.0
 

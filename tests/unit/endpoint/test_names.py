@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._endpoint import names
-from aiorpc_torch._endpoint.name_table import NameTable
-from aiorpc_torch._endpoint.names import watch_name
+from aiorpc_torch._endpoint.names import NameTable, watch_name
 
 NAMES = st.sampled_from(["a", "b", "c"])
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove", "clear"]), NAMES), max_size=30)

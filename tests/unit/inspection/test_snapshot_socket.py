@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import call
-from aiorpc_torch._inspection import snapshot, snapshot_socket
+from aiorpc_torch._inspection import snapshot_socket
 from aiorpc_torch._inspection.snapshot_socket import THREAD, offered, world_name
 from aiorpc_torch._server.timings import timings
 from aiorpc_torch._top.probe import listening
@@ -31,7 +31,7 @@ async def watched_ends() -> AsyncIterator[tuple[Any, str, threading.Thread]]:
     async with two_ends() as ends:
         before, known = listening(), threads()
         with offered(ends.far, "unix://abc"):
-            [name] = [each for each in listening() - before if each.endswith("-far")]
+            [name] = [each for each in listening().keys() - before if each.endswith("-far")]
             [thread] = [each for each in threads() if each not in known]
             yield ends, name, thread
         assert not thread.is_alive()
@@ -73,14 +73,14 @@ async def test_where_its_calls_stand() -> None:
     async with two_ends() as ends:
         before = listening()
         with offered(ends.near, "unix://abc"):
-            [name] = [each for each in listening() - before if each.endswith("-near")]
+            [name] = [each for each in listening().keys() - before if each.endswith("-near")]
             assert (await asyncio.to_thread(ask, name, b"detail\n"))["where"] == []
             calling = asyncio.ensure_future(call("far", gated, 1))
             await ends.gate.wait_for()
             [line] = (await asyncio.to_thread(ask, name, b"detail\n"))["where"]
             assert line.startswith("gated on worker 'far', ")
             assert "in gated" in line
-            time.sleep(snapshot.BLOCKED)  # noqa: ASYNC251 - so that the loop counts as blocked
+            time.sleep(snapshot_socket.BLOCKED)  # noqa: ASYNC251 - so that the loop counts as blocked
             assert ask(name, b"detail\n")["where"] == []
             ends.gate.open()
             await calling
@@ -111,9 +111,9 @@ async def test_it_answers_while_the_loop_is_blocked() -> None:
     """And names what blocks it. The first look starts to measure."""
     async with watched_ends() as (_, name, _thread):
         ask(name, b"brief\n")  # blocks this loop, which is that of the worker
-        time.sleep(snapshot.BLOCKED)  # noqa: ASYNC251 - so that the loop counts as blocked
+        time.sleep(snapshot_socket.BLOCKED)  # noqa: ASYNC251 - so that the loop counts as blocked
         found = ask(name, b"brief\n")["loop"]
-    assert found["blocked"] >= snapshot.BLOCKED
+    assert found["blocked"] >= snapshot_socket.BLOCKED
     assert found["function"] == "ask"
 
 

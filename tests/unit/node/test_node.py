@@ -121,9 +121,9 @@ async def test_there_is_one_current_node(entered: list[Node]) -> None:
     with pytest.raises(RuntimeError, match="attached or in a world already"):
         entry_points.enter(second)
     entry_points.leave(second)
-    assert entry_points.current() is first
+    assert entry_points.here is first
     entry_points.leave(first)
-    assert entry_points.current() is None
+    assert entry_points.here is None
     for node in (first, second):
         await node.server.close(SOON)
 

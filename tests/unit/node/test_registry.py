@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._endpoint.name_table import NameTable
+from aiorpc_torch._endpoint.names import NameTable
 from aiorpc_torch._node import registry as module
 from aiorpc_torch._node.registry import Registry
 from aiorpc_torch._peers.peers import Event, Peers

@@ -17,7 +17,7 @@ async def test_a_node_has_names_and_counts_of_its_own() -> None:
         assert ends.near.server.names.names() == ()
         assert await call("far", abs, -1) == 1
         assert (aiorpc.observe.stats().calls, aiorpc.observe.stats().served) == (1, 0)
-        assert ends.far.server.tally() == (1, 0, 0)
+        assert ends.far.server.sessions.tally() == (1, 0, 0)
         assert ends.far.pool.counters() == {}
     assert ends.far.server.names.names() == ()  # it has left
 

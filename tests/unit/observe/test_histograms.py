@@ -2,7 +2,9 @@
 
 import threading
 
-from aiorpc_torch.observe.histograms import OTHER, Counts, Histogram, NameLimit
+import pytest
+
+from aiorpc_torch.observe.recorder import OTHER, Counts, Histogram, NameLimit
 
 
 def test_values_are_counted_in_buckets() -> None:
@@ -35,6 +37,16 @@ def test_threads_are_added_up() -> None:
         histogram.collect()
     assert histogram.collect() == {"a": Counts([10_000, 0], [10_000.0])}
     assert len(histogram._tables) == 1, "those of threads that have ended are kept as one"
+
+
+def test_a_thread_that_ends_while_it_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has counted is kept, whenever it is found to have ended."""
+    histogram = Histogram((1,))
+    histogram.record("a", 1.0)
+    alive = iter([True])
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda _: next(alive, False))
+    for _ in range(2):
+        assert histogram.collect() == {"a": Counts([1, 0], [1.0])}
 
 
 def test_names_are_bounded() -> None:

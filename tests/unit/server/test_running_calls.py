@@ -21,16 +21,16 @@ async def ends() -> AsyncIterator[TwoEnds]:
 
 async def test_the_calls_that_it_counts(ends: TwoEnds) -> None:
     """Those of connections that have ended too."""
-    assert ends.server.tally() == (1, 0, 0)
+    assert ends.server.sessions.tally() == (1, 0, 0)
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
-    assert ends.server.tally() == (2, 1, 0)
-    ((method, caller, _),) = ends.server.running_calls(None)
-    assert (method, caller) == ("gated", "near")
+    assert ends.server.sessions.tally() == (2, 1, 0)
+    (found,) = ends.server.open_calls()
+    assert (found.name, found.caller) == ("gated", "near")
     ends.connection.abort()
     with pytest.raises(WorkerLost):
         await running
-    await until(lambda: ends.server.tally() == (2, 0, 0))
+    await until(lambda: ends.server.sessions.tally() == (2, 0, 0))
     assert not ends.server.sessions
 
 
@@ -73,10 +73,10 @@ async def test_a_torch_client_runs_on_the_loop(ends: TwoEnds, function: Any) -> 
     """It counts as a call that runs."""
     ends.gate.open()
     answer = ends.server.accept_torch(function, 5)
-    assert len(ends.server.running_calls(None)) == 1
+    assert len(ends.server.open_calls()) == 1
     await until(answer.done)
     assert answer.value() == 5
-    await until(lambda: not ends.server.running_calls(None))
+    await until(lambda: not ends.server.open_calls())
 
 
 async def test_a_call_that_ends_as_its_worker_fails(ends: TwoEnds) -> None:

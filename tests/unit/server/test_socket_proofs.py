@@ -17,7 +17,7 @@ from aiorpc_torch._port.dialer import Dialer
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import TENSORS, server_name
 from aiorpc_torch._port.tls import Tls, TlsError
-from aiorpc_torch._server import socket_proofs as module
+from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import ARGUMENTS, CALLS, Credentials, Party, number_for
@@ -124,15 +124,14 @@ async def test_no_thread(
     def start(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    async with served(Authority(tmp_path).tls()) as found:
-        proofs = found.listener._proofs
-        assert proofs is not None
+    tls = Authority(tmp_path).tls()
+    async with served(tls) as found:
         with socket.create_server(("127.0.0.1", 0)) as server:
             near = socket.create_connection(server.getsockname())
             far, _ = server.accept()
         with near, monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", start)
-            proofs.begin(far)
+            found.listener._prove_in_thread(tls, far)
             assert near.recv(1) == b""
         assert far.fileno() == -1
         assert "can't start new thread" in caplog.text

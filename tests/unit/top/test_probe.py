@@ -183,11 +183,11 @@ def test_another_user_is_never_shown(
 ) -> None:
     """Nor while its backlog is full, nor with a forged line that names a socket of this user."""
     name, _ = endpoint
-    [own] = probe._sockets()[name]
+    [own] = listening()[name]
     hidden = f"{PREFIX}{secrets.token_hex(8)}-of-another"
     forged = f"x\n0: 00000002 00000000 00010000 0001 01 {own} @{hidden}"
     of_another_user(hidden, forged)
-    assert len(probe._sockets()[hidden]) == 2
+    assert len(listening()[hidden]) == 2
     assert sample_of(prober, hidden, timeout=0.0) is None
     with contextlib.ExitStack() as stack, contextlib.closing(Prober()) as fresh:
         fill(hidden, stack)
