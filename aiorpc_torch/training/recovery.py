@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from .. import RpcError, RRef, WorkerGone, lookup, members, register, remote
 from .receiver import Receiver
-from .relays import Version, own_host, version_of
-from .snapshots import Snapshot
+from .relays import own_host
+from .snapshots import Snapshot, Version
 
 K = TypeVar("K")
 
@@ -119,17 +119,13 @@ async def _ask_all(
 
 
 class Copies:
-    """The versions that the followers of one name hold on this worker."""
+    """The versions that the followers of one name hold on this worker, as long as they live."""
 
     def __init__(self) -> None:
-        self._receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
+        self.receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:  # with device maps, torch pickles what an RRef is made of
         return Copies, ()
-
-    def add(self, receiver: Receiver) -> None:
-        """Note a follower of this worker, as long as it lives."""
-        self._receivers.add(receiver)
 
     async def newest(self) -> tuple[bool, int, str]:
         """Return whether the version that is held is intact, its number, and this host.
@@ -148,10 +144,10 @@ class Copies:
         _, number, snapshot = self._best()
         if snapshot is None:
             raise RpcError("the follower has gone")
-        return version_of(number, snapshot, ())
+        return snapshot.sent(number, ())
 
     def _best(self) -> tuple[bool, int, Snapshot | None]:
-        newest = [each.newest for each in [*self._receivers] if each.newest is not None]
+        newest = [each.newest for each in [*self.receivers] if each.newest is not None]
         held = [
             (snapshot.is_intact, number, snapshot)
             for number, snapshot in newest
@@ -168,7 +164,7 @@ async def hold_copies(name: str, receiver: Receiver) -> None:
     except ValueError:  # there are others on this worker
         own = RRef(copies).owner_name()
         copies = (await lookup(_name_of(name), on=own)).local_value()
-    copies.add(receiver)
+    copies.receivers.add(receiver)
 
 
 def _name_of(weights: str) -> str:

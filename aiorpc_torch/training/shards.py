@@ -62,6 +62,9 @@ class Slice(NamedTuple):
 Wanted = Mapping[str, Box | None]
 """The slices that are wanted of the tensors named; None for nothing. Others are wanted whole."""
 
+NOTHING: Wanted = {}
+"""No wish for slices: all tensors are wanted whole."""
+
 
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor, or a parameter of one."""

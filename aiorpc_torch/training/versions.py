@@ -5,7 +5,6 @@ was replaced: a follower tells the highest number that it has seen.
 (tests/unit/training/test_versions.py)
 """
 
-from collections import OrderedDict
 from typing import Generic, TypeVar
 
 from .numbers import is_count
@@ -28,7 +27,7 @@ class Versions(Generic[T]):
         if not is_count(number):
             raise ValueError(f"version must be a number from 0 on, got {number!r}")
         self._keep = keep
-        self._kept: OrderedDict[int, T] = OrderedDict({number: first})
+        self._kept = {number: first}  # the oldest first
         self._published = False
         self._floor = number  # the highest number that was ever seen
 
@@ -52,7 +51,7 @@ class Versions(Generic[T]):
         self._floor += 1
         self._kept[self._floor] = content
         while len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
+            del self._kept[self.oldest]
         return self._floor
 
     def see(self, number: int) -> bool:

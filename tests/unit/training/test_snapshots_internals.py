@@ -42,7 +42,7 @@ def test_what_was_changed_here() -> None:
     """A checksum differs for one word, and for two that have changed places."""
     first = snapshot({"a": torch.arange(500_000.0), "b": torch.ones(3)})
     second = _Taking({"a": torch.arange(500_000.0), "b": torch.ones(3)}, Memory(), first).take()
-    received = Snapshot.received(second.head, second.but(first.blocks), first.blocks)
+    received = Snapshot.received(*second.sent(1, first.blocks)[1:], first.blocks)
     assert received.kept == {*first.blocks}
     assert not received.changed()
     tensor = received.load()["a"]
