@@ -163,9 +163,15 @@ def batched(
         )
     elif fill:
         raise TypeError("batched takes a policy or the arguments of a Fill, not both")
-    collation = _new_collation(stack, concat, pad_to, device)
-    if collation is not None:
+    if stack and concat:
+        raise TypeError("batched takes stack=True or concat=True, not both")
+    collation = None
+    if stack or concat:
+        collation = Collation(concat, () if pad_to is None else _check_sizes(pad_to), device)
         policy = _fit(policy, collation)
+    elif pad_to is not None or device is not None:
+        name = "device" if pad_to is None else "pad_to"
+        raise TypeError(f"{name}= requires stack=True or concat=True")
     return functools.partial(Batched, policy=policy, collation=collation)
 
 
@@ -179,20 +185,6 @@ def _most_calls(stack: bool, concat: bool, pad_to: Sequence[int] | None, max_wei
         return _check_sizes(pad_to)[-1]
     more = ", max_weight= or pad_to=" if concat else ""
     raise TypeError(f"batched needs max_size={more}, or a Fill or a Round")
-
-
-def _new_collation(
-    stack: bool, concat: bool, pad_to: Sequence[int] | None, device: Device
-) -> Collation | None:
-    if stack and concat:
-        raise TypeError("batched takes stack=True or concat=True, not both")
-    given = {"pad_to": pad_to, "device": device}
-    if not (stack or concat):
-        for name, value in given.items():
-            if value is not None:
-                raise TypeError(f"{name}= requires stack=True or concat=True")
-        return None
-    return Collation(concat, () if pad_to is None else _check_sizes(pad_to), device)
 
 
 def _check_sizes(pad_to: Sequence[int]) -> tuple[int, ...]:

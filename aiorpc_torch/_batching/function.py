@@ -51,12 +51,12 @@ class BatchFunction:
         self.is_async = is_async_generator or inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = collation is not None
-        self._rows = collation if collation is not None and collation.changes_rows else None
         self._for_all = for_all
-        device = None if collation is None else collation.device
-        self._concat = collation is not None and collation.concat
-        self._collator = Collator(device, concat=self._concat)
-        target = None if device is None else torch.device(device)
+        given = Collation() if collation is None else collation
+        self._rows = given if given.concat or given.pad_to else None  # else one for each call
+        self._concat = given.concat
+        self._collator = Collator(given.device, concat=given.concat)
+        target = None if given.device is None else torch.device(given.device)
         self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         is_in_class = "." in self.name.rpartition("<locals>.")[-1]
@@ -94,13 +94,11 @@ class BatchFunction:
             BatchContractError: if the function does not return one result per call.
         """
         if compute is None:
-            if self._rows is not None:
-                rows = self._find_rows(calls)
+            rows = self._find_rows(calls)
             compute = functools.partial(self._call, instance, calls, rows)
         count = len(calls)
         if self._cuda is not None:
-            collator = self._cuda_collator
-            return await self._results_on_cuda(collator, compute, count, rows, in_thread)
+            return await self._results_on_cuda(compute, count, rows, in_thread)
         if not self.is_async:
             return await in_thread(lambda: self._split(compute(self._collator), count, rows))
         result = await compute(self._collator)
@@ -139,8 +137,16 @@ class BatchFunction:
         try:
             while (results := await self.run(instance, calls, step, run, rows)) is not ENDED:
                 yield results
-        finally:
-            await _close(source, thread)
+        finally:  # after the step that runs; `source` may be something else by mistake
+            if thread is None:
+                if hasattr(source, "aclose"):
+                    await source.aclose()
+            else:
+                try:
+                    if hasattr(source, "close"):
+                        await thread.run(source.close)
+                finally:
+                    thread.close()
 
     @functools.cached_property
     def _cuda_collator(self) -> CudaCollator:
@@ -150,12 +156,12 @@ class BatchFunction:
 
     async def _results_on_cuda(
         self,
-        collator: CudaCollator,
         compute: Callable[[Collator], Any],
         count: int,
         rows: FindRows | None,
         in_thread: InThread,
     ) -> list[Any]:
+        collator = self._cuda_collator
         ready = collator.record_event()  # the loop's stream holds the callers' tensors
         if not self.is_async:
 
@@ -219,16 +225,3 @@ class BatchFunction:
 
 async def _next(source: Any) -> Any:
     return await anext(source, ENDED)
-
-
-async def _close(source: Any, thread: OwnThread | None) -> None:
-    """Close a generator, after the step that runs; `source` may be something else by mistake."""
-    if thread is None:
-        if hasattr(source, "aclose"):
-            await source.aclose()
-        return
-    try:
-        if hasattr(source, "close"):
-            await thread.run(source.close)
-    finally:
-        thread.close()

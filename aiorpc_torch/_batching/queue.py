@@ -67,16 +67,7 @@ class RunningBatch:
     """That of every member, or None."""
     id: BatchId
     is_finished: bool = False
-
-    def finish(self) -> None:
-        """Mark the batch as finished: its callers may get their results."""
-        self.is_finished = True
-        if self.recording is not None:
-            self.recording.release(self)
-
-    def scope(self) -> BatchScope:
-        """Return the scope of the calls that the function makes."""
-        return BatchScope(frozenset((self.id,)), lambda: not self.is_finished)
+    """Its callers may get their results."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +102,8 @@ class QueuedCall:
 
     def batch(self) -> RunningBatch | None:
         """Return the batch that it is in, None while it waits for one."""
-        return self.queue.batch_of(self)
+        found = (each for batch, each in self.queue._running.items() if self in batch.items)
+        return next(found, None)
 
     def cancel(self) -> None:
         """Leave the queue. In a running batch, only drop the result."""
@@ -256,11 +248,6 @@ class BatchQueue:
         """Return the batches that run."""
         return [*self._running.values()]
 
-    def batch_of(self, call: QueuedCall) -> RunningBatch | None:
-        """Return the batch that a call is in, None while it waits for one."""
-        found = (each for batch, each in self._running.items() if call in batch.items)
-        return next(found, None)
-
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""
         waited = self._scheduler.discard(call)
@@ -357,26 +344,21 @@ class BatchQueue:
         first: Batch[QueuedCall] | None = None
         while scheduler.waiting and (batch := scheduler.next_batch(now)) is not None:
             if isinstance(batch, TimedOutRound):
-                self._fail_round(batch)
+                self._counters.count_rejected("timeout")
+                for call in batch.items:
+                    call.resolve(_round_timeout(batch, self._function.name))
                 continue
             waits = [*map(now.__sub__, map(_ARRIVAL, batch.items))]
             self._counters.count_batch(batch.reason._value_, waits, batch.weight)
-            self._register(batch, task if first is None else self._new_task(batch))
+            recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
+            runner = task if first is None else self._new_task(batch)
+            self._running[batch] = running = RunningBatch(runner, recording, new_batch())
+            if recording is not None:  # the calls are recorded even if members are cancelled
+                recording.hold(running, self._function.name)
             first = first or batch
         if scheduler.waiting and (deadline := scheduler.deadline()) is not None:
             self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
         return first
-
-    def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
-        recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
-        self._running[batch] = running = RunningBatch(task, recording, new_batch())
-        if recording is not None:  # the calls are recorded even if members are cancelled
-            recording.hold(running, self._function.name)
-
-    def _fail_round(self, timed_out: TimedOutRound[QueuedCall]) -> None:
-        self._counters.count_rejected("timeout")
-        for call in timed_out.items:
-            call.resolve(_round_timeout(timed_out, self._function.name))
 
     async def _run_batch(self, batch: Batch[QueuedCall] | None) -> None:
         """Run a batch. None: start those that are ready, and run the first of them."""
@@ -416,13 +398,13 @@ class BatchQueue:
         """Enter the context of the function, in which `is_cancelled` asks for these batches."""
         if running.recording is not None:
             enter_record(running.recording)
-        enter_scopes(frozenset((running.scope(),)).union(*map(_SCOPES, batch.items)))
+        scope = BatchScope(frozenset((running.id,)), lambda: not running.is_finished)
+        enter_scopes(frozenset((scope,)).union(*map(_SCOPES, batch.items)))
         note_call((BATCH, running.id[1]))
         ask_whether_given_up(functools.partial(_have_all_left, asked))
-        return self._observe(batch) if propagation.used or TRACER in modules else None
-
-    def _observe(self, batch: Batch[QueuedCall]) -> End | None:
-        """Enter the context variables that its callers share, and tell the interceptors of it."""
+        if not (propagation.used or TRACER in modules):
+            return None
+        # Context variables that its callers share, and interceptors.
         callers = [call.context for call in batch.items if call.context is not None]
         if not callers:
             return None
@@ -459,7 +441,9 @@ class BatchQueue:
         self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]
     ) -> None:
         """Free the slot of a batch and give its callers their results."""
-        running.finish()
+        running.is_finished = True
+        if running.recording is not None:
+            running.recording.release(running)
         loop = self.loop
         if self._running.pop(batch, None) is None or loop is None or loop.is_closed():
             return  # the loop was closed, and the callers ended with it

@@ -95,11 +95,6 @@ class BatchCounters:
         """Count waiting calls that failed together."""
         self.reasons[reason] += 1
 
-    @property
-    def is_used(self) -> bool:
-        """Return whether the function was called."""
-        return bool(self.reasons or self.queues)
-
 
 _all_counters: WeakIdentityDict[BatchCounters, None] = WeakIdentityDict()
 
@@ -119,7 +114,7 @@ def batch_stats() -> dict[str, BatchStats]:
     """Return the statistics of every function that was called, by name."""
     found: defaultdict[str, list[BatchCounters]] = defaultdict(list)
     for counters in _all_counters.owners():
-        if counters.is_used:
+        if counters.reasons or counters.queues:  # it was called
             found[counters.name].append(counters)
     return {name: _snapshot(group) for name, group in found.items()}
 

@@ -59,7 +59,14 @@ class StreamedBatch:
         """Send the entries of each step to their callers until the end of `steps` or of all."""
         try:
             async with contextlib.aclosing(steps):
-                while self._remaining() and (entries := await self._step(steps)) is not None:
+                while self._remaining():
+                    self._is_stepping = True
+                    try:
+                        entries = await anext(steps, None)
+                    finally:
+                        self._is_stepping = False
+                    if entries is None:
+                        break
                     for member, entry in zip(self._members, entries, strict=True):
                         await _deliver(member, entry)
                     await self._wait_for_credit()
@@ -67,13 +74,6 @@ class StreamedBatch:
             for member in self._members:  # they and this are a cycle
                 member.on_leave = None
         return [None] * len(self._members)
-
-    async def _step(self, steps: AsyncGenerator[Sequence[Any], None]) -> Sequence[Any] | None:
-        self._is_stepping = True
-        try:
-            return await anext(steps, None)
-        finally:
-            self._is_stepping = False
 
     def _remaining(self) -> "list[QueuedCall]":
         return [each for each in self._members if not each.has_left]

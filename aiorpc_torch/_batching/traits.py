@@ -27,44 +27,37 @@ def traits_function(
 
     None if all calls have the default traits.
     """
-    collated = None if collation is None else _collated(collation, name)
-    if isinstance(policy, Round):
-        return _round_traits(policy, collated)
-    key, weight = policy.key, policy.weight
 
-    def traits(args: CallArgs, _: str) -> CallTraits:
+    def collated(args: CallArgs) -> tuple[Hashable, int | None]:
+        """Return the key of a call's trees; with `concat` their rows."""
+        if collation is None:
+            return None, None
+        keys = tuple([collate_key(each, collation) for each in args])
+        return keys, _check_rows(args, collation, name) if collation.concat else None
+
+    if isinstance(policy, Round):
+        member = policy.member
+
+        def round_traits(args: CallArgs, caller: str) -> CallTraits:
+            of = caller if member is None else _check_hashable("member", member(*args))
+            return CallTraits(collated(args)[0], member=of)
+
+        return round_traits
+
+    key, weight = policy.key, policy.weight
+    if collation is None and key is None and weight is None:
+        return None
+
+    def fill_traits(args: CallArgs, _: str) -> CallTraits:
         group = None if key is None else _check_hashable("key", key(*args))
         weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
-        if collated is None:
+        if collation is None:
             return CallTraits(group, weighs)
         # Calls that cannot be stacked together wait apart, and delay no other.
         keys, rows = collated(args)
         return CallTraits((group, keys), weighs if rows is None else float(rows))
 
-    has_traits = collated is not None or key is not None or weight is not None
-    return traits if has_traits else None
-
-
-def _round_traits(
-    policy: Round, collated: Callable[[CallArgs], tuple[Hashable, int | None]] | None
-) -> TraitsFunction:
-    member = policy.member
-
-    def traits(args: CallArgs, caller: str) -> CallTraits:
-        name = caller if member is None else _check_hashable("member", member(*args))
-        return CallTraits(None if collated is None else collated(args)[0], member=name)
-
-    return traits
-
-
-def _collated(collation: Collation, name: str) -> Callable[[CallArgs], tuple[Hashable, int | None]]:
-    """Return a function of a call's arguments: the key of their trees; with `concat` their rows."""
-
-    def collated(args: CallArgs) -> tuple[Hashable, int | None]:
-        keys = tuple([collate_key(each, collation) for each in args])
-        return keys, _check_rows(args, collation, name) if collation.concat else None
-
-    return collated
+    return fill_traits
 
 
 def _check_rows(args: CallArgs, collation: Collation, name: str) -> int:
