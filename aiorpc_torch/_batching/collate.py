@@ -51,9 +51,6 @@ class Collation:
         return self.pad_to[index]
 
 
-STACK = Collation()
-
-
 class Rows(NamedTuple):
     """The rows that a function gets: their number, with padding, and those of each caller.
 
@@ -64,7 +61,7 @@ class Rows(NamedTuple):
     counts: list[int] | None
 
 
-def collate_key(value: Any, collation: Collation = STACK) -> Hashable:
+def collate_key(value: Any, collation: Collation) -> Hashable:
     """Return what trees must have in common: structure, dtypes, shapes and `requires_grad`.
 
     Raises:

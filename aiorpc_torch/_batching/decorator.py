@@ -27,12 +27,11 @@ from .._wire.messages import Arguments
 from .._wire.targets import GENERATOR_HINT
 from ._typing import ListDecorator, RoundDecorator, StackDecorator
 from .collate import Collation, Device
-from .function import BatchFunction, is_generator
+from .function import BatchFunction, is_generator, traits_function
 from .policies import Count, Fill, Policy, Round, Seconds, has_functions
 from .queue import LOCAL_CALLER, BatchQueue, ResultCallback
 from .stats import new_counters
 from .streams import LocalItems, LocalStream
-from .traits import traits_function
 
 
 class FillOptions(TypedDict, total=False):

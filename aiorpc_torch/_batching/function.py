@@ -5,17 +5,36 @@ A generator function runs once too, and each of its steps is for all calls of th
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._endpoint.runtime import OwnThread, in_thread
 from .._torch.cuda import fence_tree
-from .collate import Collation, Collator, Rows, collate, rows_of, with_rows
+from .collate import (
+    Collation,
+    Collator,
+    Rows,
+    collate,
+    collate_key,
+    row_count,
+    row_counts,
+    rows_of,
+    with_rows,
+)
 from .cuda_collate import CudaCollator
+from .policies import Policy, Round
 from .results import ENDED, split_results, with_ends
-from .traits import CallArgs
+from .scheduler import CallTraits
+
+CallArgs = tuple[Any, ...]
+"""One call's arguments in the order of the function's parameters."""
+
+TraitsFunction = Callable[[CallArgs, str], CallTraits]
+"""Returns the traits of a call from its arguments and its worker's name."""
 
 InThread = Callable[[Callable[[], list[Any]]], Coroutine[Any, Any, list[Any]]]
 """Runs a function in a thread."""
@@ -225,3 +244,84 @@ class BatchFunction:
 
 async def _next(source: Any) -> Any:
     return await anext(source, ENDED)
+
+
+# ── the traits of a call, found once as it arrives ──────────────────────────────────────────────
+
+
+def traits_function(
+    policy: Policy, name: str, collation: Collation | None
+) -> TraitsFunction | None:
+    """Return the traits function of the batched function `name`; it raises for invalid calls.
+
+    An exception in one of the policy's functions reaches only the caller of that call. None if all
+    calls have the default traits.
+    """
+
+    def collated(args: CallArgs) -> tuple[Hashable, int | None]:
+        """Return the key of a call's trees; with `concat` their rows."""
+        if collation is None:
+            return None, None
+        keys = tuple([collate_key(each, collation) for each in args])
+        return keys, _check_rows(args, collation, name) if collation.concat else None
+
+    if isinstance(policy, Round):
+        member = policy.member
+
+        def round_traits(args: CallArgs, caller: str) -> CallTraits:
+            of = caller if member is None else _check_hashable("member", member(*args))
+            return CallTraits(collated(args)[0], member=of)
+
+        return round_traits
+
+    key, weight = policy.key, policy.weight
+    if collation is None and key is None and weight is None:
+        return None
+
+    def fill_traits(args: CallArgs, _: str) -> CallTraits:
+        group = None if key is None else _check_hashable("key", key(*args))
+        weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
+        if collation is None:
+            return CallTraits(group, weighs)
+        # Calls that cannot be stacked together wait apart, and delay no other.
+        keys, rows = collated(args)
+        return CallTraits((group, keys), weighs if rows is None else float(rows))
+
+    return fill_traits
+
+
+def _check_rows(args: CallArgs, collation: Collation, name: str) -> int:
+    if (rows := row_count(args, numbers=True)) is not None:
+        collation.padded(rows)
+        return rows
+    counts = row_counts(args, numbers=True)
+    if len(counts) > 1 and None not in counts:
+        several = " and ".join(sorted(map(str, counts), key=int))
+        raise ValueError(
+            f"the arguments of a call of {name} have {several} rows: with concat=True all tensors "
+            "and arrays of a call need the same number of rows"
+        )
+    raise ValueError(
+        f"a call of {name} has no rows, or an argument without: with concat=True pass tensors or "
+        "arrays whose first dimension is the rows"
+    )
+
+
+def _check_hashable(trait: str, value: Any) -> Hashable:
+    # A tensor's hash is its identity: two equal tensors would be two keys.
+    if isinstance(value, Tensor):
+        raise TypeError(f"a {trait} must be a plain value, got a tensor: return its .item()")
+    hash(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _check_weight(weight: Any, name: str) -> float:
+    if not isinstance(weight, Real):
+        raise ValueError(
+            f"the weight of a call of {name} must be a number, got {weight!r}: return float(...)"
+        )
+    if 0 <= float(weight) < float("inf"):
+        return float(weight)
+    raise ValueError(
+        f"the weight of a call of {name} must be at least 0 and finite, got {weight!r}"
+    )

@@ -37,14 +37,13 @@ from .._wire.ancestry import (
 from .._wire.columns import SharedValue
 from .._wire.exceptions import LeavingWorker, note_has_run
 from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError
-from .function import BatchFunction
+from .function import BatchFunction, CallArgs, TraitsFunction
 from .policies import Fill, Policy, has_functions, numbers_of
 from .results import failure_per_caller
 from .rounds import RoundScheduler
 from .scheduler import DEFAULT_TRAITS, Batch, FillScheduler, Scheduler, TimedOutRound
 from .stats import BatchCounters
-from .streams import Receiver, StreamedBatch
-from .traits import CallArgs, TraitsFunction
+from .streams import StreamedBatch
 
 CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
 
@@ -81,7 +80,7 @@ class QueuedCall:
     arrival: float
     caller: str
     receiver: Any
-    """Receives the items, as `streams.Receiver`, if the function is a generator; else None."""
+    """Receives the items, as `LocalItems`, if the function is a generator; else None."""
     scopes: frozenset[BatchScope]
     recording: ContextRecord | None
     context: contextvars.Context | None
@@ -185,7 +184,7 @@ class BatchQueue:
         args: CallArgs,
         on_result: ResultCallback,
         caller: str,
-        receiver: Receiver | None = None,
+        receiver: Any = None,
     ) -> QueuedCall:
         """Enqueue a call. `on_result` is called once, unless the call is cancelled.
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .._aio.wakeup import Wakeup
 from .._handles.mistakes import OnlyIterated
@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from .queue import QueuedCall
 
 MAX_BEHIND = 1024  # credit that a caller may owe while others go on, 64 MiB at most
-
-
-class Receiver(Protocol):
-    """The receiver of one caller's items."""
-
-    @property
-    def credit(self) -> int:
-        """Return how many small items the caller may be sent."""
-        ...
-
-    async def send_from_loop(self, item: Any) -> object:
-        """Send an item, also without credit."""
-
-    def call_when_credit(self, resume: Callable[[], None]) -> bool:
-        """Call `resume` once there is credit, or the caller has left; return False if there is."""
-        ...
 
 
 class StreamedBatch:
@@ -114,7 +98,13 @@ async def _deliver(member: "QueuedCall", entry: Any) -> None:
 
 
 class LocalItems:
-    """The items of a batched generator that a caller of this process has not taken."""
+    """The items of a batched generator that a caller of this process has not taken.
+
+    `_server` has the same for a caller of another process, `StreamCall`.
+
+    Attributes:
+        credit: how many small items the caller may be sent.
+    """
 
     def __init__(self) -> None:
         self.credit = INITIAL_CREDIT
@@ -125,7 +115,7 @@ class LocalItems:
         self._resume: Callable[[], None] | None = None
 
     async def send_from_loop(self, item: Any) -> None:
-        """Add an item: the very object."""
+        """Add an item: the very object, also without credit."""
         value = item.value if type(item) is SharedValue else item
         cost = credit_cost(_bytes_of(value))
         self._items.append((value, cost))
