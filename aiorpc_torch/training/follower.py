@@ -15,7 +15,7 @@ from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, needed_by, place
 from .receiver import Receiver
 from .recovery import hold_copies
-from .snapshots import Snapshot, in_thread
+from .snapshots import in_thread
 
 
 async def follow(
@@ -201,18 +201,14 @@ class Follower:
                 with self._holds.placing() as is_free:
                     # Who has entered meanwhile, out of patience, may have written into it.
                     if is_free and self._holds.entries == entries and not is_changed:
-                        self._place(number, snapshot)
+                        begun, tree = time.perf_counter(), snapshot.load()
+                        place(tree, self._into, copy=self._copy)
+                        self.version, self.state = number, tree
+                        self.pause, self._changed = time.perf_counter() - begun, time.monotonic()
                         break
             if is_changed and not await receiver.restore():
                 return
         receiver.changes.notify()
-
-    def _place(self, number: int, snapshot: Snapshot) -> None:
-        begun = time.perf_counter()
-        tree = snapshot.load()
-        place(tree, self._into, copy=self._copy)
-        self.version, self.state = number, tree
-        self.pause, self._changed = time.perf_counter() - begun, time.monotonic()
 
     def _numbers(self) -> dict[str, float]:
         age = time.monotonic() - self._changed

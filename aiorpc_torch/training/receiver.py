@@ -25,8 +25,8 @@ from .. import (
 )
 from .joining import PartsLackingError, merge
 from .relays import Relay, own_host
-from .shards import NOTHING, Box, Slice, Wanted, assign
-from .snapshots import Memory, Snapshot, snapshot_in_thread
+from .shards import NOTHING, Box, Wanted, assign
+from .snapshots import Memory, Snapshot, Taking
 from .waiting import Changes
 from .weights import Weights
 
@@ -52,19 +52,15 @@ def may_come_again(gone: WorkerGone, on: object) -> bool:
 class Source:
     """The way from a publisher to this process: straight, or by way of a relay on this host.
 
-    Args:
-        name: name of the weights.
-        on: worker of the publisher, None for any.
-        host: name of the host whose followers share a relay (default: this one's).
-
     Attributes:
+        publisher: the weights, since `find`.
         relay: worker of the relay, None without.
         wanted: the slices that are wanted by way of the relay.
         newest: number of the newest version that it is known to have published.
         last: the last version that came from it, whose blocks are not sent again.
     """
 
-    _publisher: RRef[Weights]  # since `find`
+    publisher: RRef[Weights]
     _sender: RRef[Any]  # the publisher, or the relay
 
     def __init__(self, name: str, on: str | int | None, host: str | None) -> None:
@@ -78,7 +74,7 @@ class Source:
     @property
     def worker(self) -> str:
         """Return the worker of the publisher."""
-        return self._publisher.owner_name()
+        return self.publisher.owner_name()
 
     async def find(self, lost: str | None = None, timeout: float | None = None) -> None:
         """Find the publisher, and the relay of this host if there is one.
@@ -115,25 +111,19 @@ class Source:
                     raise
                 lost = relay
             else:
-                self._publisher, self._sender, self.relay = publisher, sender, relay
+                self.publisher, self._sender, self.relay = publisher, sender, relay
                 return
-
-    async def slices(self, number: int) -> Mapping[str, Slice]:
-        """Return the slices that the publisher has of a version's tensors, by their names."""
-        found: Mapping[str, Slice] = await remote(self._publisher).slices(number)
-        return found
 
     async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:
         """Wait for version `least`; return the numbers of the oldest and newest that are kept."""
-        found: tuple[int, int] = await remote(self._publisher).kept(seen, least)
+        found: tuple[int, int] = await remote(self.publisher).kept(seen, least)
         self.newest = max(self.newest, found[1])
         return found
 
     async def receive(self, method: Literal["after", "get"], number: int) -> tuple[int, Snapshot]:
         """Receive version `number`, or wait for one after it; if the relay is lost, by another.
 
-        Raises:
-            LookupError: if the publisher does not keep the version.
+        It raises LookupError if the publisher does not keep the version.
         """
         while True:
             own = {} if self.last is None else self.last.blocks
@@ -155,7 +145,6 @@ class Receiver:
     """The receiver of the versions of a name. Confined to its event loop.
 
     Args:
-        name: name of the weights.
         on: worker of the publisher, None for any; or the workers of several.
         poll: minimum seconds between two versions, None for no minimum.
         on_version: is awaited for each version, if given.
@@ -391,7 +380,7 @@ class Receiver:
 
     async def _join(self, number: int) -> Snapshot:
         if not self._is_planned:  # what each source sends of versions like this one
-            slices = await together(each.slices(number) for each in self._sources)
+            slices = await together(remote(each.publisher).slices(number) for each in self._sources)
             workers = [each.worker for each in self._sources]
             wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
             for each in self._sources:
@@ -401,7 +390,7 @@ class Receiver:
         others = [snapshot for _, snapshot in found]
         tree = merge([snapshot.loaded() for snapshot in others], self._needed)
         before = None if self.newest is None else self.newest[1]
-        return await snapshot_in_thread(tree, self._memory, before, others)
+        return await Taking(tree, self._memory, before, others).take_in_thread()
 
     async def _available(self) -> int:
         """Return the number of the newest version that can be had now, -1 without one."""

@@ -171,16 +171,7 @@ class Snapshot:
 
     def load(self) -> Any:
         """Return the tree; its tensors are views of the blocks."""
-
-        def read(index: int) -> Tensor | None:
-            if (place := self.places[index]) is None:
-                return None
-            view = place.view(self.blocks)
-            # torch reads the state of a random generator at the start of its storage (2.11-2.15).
-            is_state = view.dtype is torch.uint8 and view.dim() == 1 and view.nbytes <= MAX_STATE
-            return view.clone() if is_state else view
-
-        return _Reader(self.tree, read).load()
+        return self.loaded()[0]
 
     def loaded(self) -> Loaded:
         """Return the tree, and the part that each of its tensors is."""
@@ -189,6 +180,9 @@ class Snapshot:
         def read(index: int) -> Tensor:
             place = self.places[index]
             tensor = torch.empty(0) if place is None else place.view(self.blocks)
+            # torch reads the state of a random generator at the start of its storage (2.11-2.15).
+            if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.nbytes <= MAX_STATE:
+                tensor = tensor.clone()
             parts[id(tensor)] = Part(index, place, tensor)
             return tensor
 
@@ -258,28 +252,60 @@ def _aligned(size: int) -> int:
 # ── taking one ──────────────────────────────────────────────────────────────────────────────────
 
 
-def snapshot(tree: Any, memory: "Memory | None" = None) -> Snapshot:
-    """Return a snapshot of a tree."""
-    return _Taking(tree, memory or Memory()).take()
+class Memory:
+    """Memory that snapshots use again once nothing refers to it. At most one free block is kept.
 
-
-async def snapshot_in_thread(
-    tree: Any,
-    memory: "Memory | None" = None,
-    before: Snapshot | None = None,
-    others: Sequence[Snapshot] = (),
-) -> Snapshot:
-    """Return a snapshot of a tree; a thread compares and copies large tensors meanwhile.
-
-    Args:
-        before: the version before, whose tensors stay where they are if they have not changed.
-        others: the snapshots of which the tree has parts.
-
-    Raises:
-        Exception: of any class, if the tree cannot be pickled.
+    The first write into new memory costs more than the copy.
     """
-    taking = _Taking(tree, memory or Memory(), before, others)
-    return await in_thread(taking.take, taking.size)
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, size: int) -> Tensor:
+        """Return a tensor of so many bytes, in memory that is free."""
+        if size < SMALL:
+            return torch.empty(size, dtype=torch.uint8)
+        block = self._free.pop() if self._free else None
+        if block is None or len(block) != size:
+            # Private: a forked child keeps what it has seen.
+            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = (ctypes.c_char * size).from_buffer(block)
+        # `torch.frombuffer` keeps the buffer until its last storage is freed, in any thread.
+        weakref.finalize(buffer, self._give_back, block).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        self._free[:] = [block]
+
+
+class Block:
+    """A block that is being written: `used` bytes of it so far."""
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        self.name = secrets.token_hex(8)
+        self.data = memory.take(size)
+        self.used = 0
+
+    @property
+    def written(self) -> Tensor:
+        """Return the bytes that are in use."""
+        return self.data[: self.used]
+
+    def add(self, place: Place, source: Tensor | Parts) -> Place:
+        """Copy a tensor, or parts of one, to the end; return its place here."""
+        found = place._replace(block=self.name, start=self.used)
+        target = found.view({self.name: self.data})
+        with torch.no_grad():
+            if isinstance(source, Tensor):
+                target.copy_(source)
+            else:
+                for each, tensor in source.parts:
+                    box = each.part.box.meet(source.box)
+                    if box.size:
+                        part = box.of(tensor, each.part.box.offset)
+                        box.of(target, source.box.offset).copy_(part)
+        self.used += _aligned(place.size)
+        return found
 
 
 async def in_thread(function: Callable[[], T], size: int) -> T:
@@ -287,28 +313,33 @@ async def in_thread(function: Callable[[], T], size: int) -> T:
     return await asyncio.to_thread(function) if size > COPY_ON_LOOP else function()
 
 
-class _Taking(pickle.Pickler):
+class Taking(pickle.Pickler):
     """A snapshot that is being taken: pickled at once, its tensors are copied by `take`.
 
-    Attributes:
-        size: bytes of its tensors.
+    Args:
+        memory: memory that is used again (default: new memory).
+        before: the version before, whose tensors stay where they are if they have not changed.
+        others: the snapshots of which the tree has parts.
+
+    Raises:
+        Exception: of any class, if the tree cannot be pickled.
     """
 
     def __init__(
         self,
         tree: Any,
-        memory: "Memory",
+        memory: Memory | None = None,
         before: Snapshot | None = None,
         others: Sequence[Snapshot] = (),
     ) -> None:
         self._file = io.BytesIO()
         super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._memory, self._before, self._others = memory, before, others
+        self._memory, self._before, self._others = memory or Memory(), before, others
         self._places: list[Place] = []
         self._copied: dict[int, Tensor | Parts] = {}  # what is copied, by its place's index
         self._indices: dict[Any, int] = {}
         self.dump(tree)
-        self.size = sum(_aligned(self._places[each].size) for each in self._copied)
+        self._size = sum(_aligned(self._places[each].size) for each in self._copied)
 
     def persistent_id(self, value: Any) -> int | None:
         """Return the index of a tensor's place, None for another object."""
@@ -342,9 +373,13 @@ class _Taking(pickle.Pickler):
             self._copied[index] = value.detach()
         return self._indices[key]
 
+    async def take_in_thread(self) -> Snapshot:
+        """Take the snapshot; a thread compares and copies large tensors meanwhile."""
+        return await in_thread(self.take, self._size)
+
     def take(self) -> Snapshot:
         """Copy the tensors that have changed since the version before; return the snapshot."""
-        places, block = self._places.copy(), Block(self._memory, self.size)
+        places, block = self._places.copy(), Block(self._memory, self._size)
         for index, source in self._copied.items():
             places[index] = self._placed(index, source, block)
         earlier = {} if self._before is None else self._before.blocks
@@ -367,7 +402,7 @@ class _Taking(pickle.Pickler):
             self._file.getvalue(), tuple(places), found, sample, frozenset(kept & names)
         )
 
-    def _placed(self, index: int, source: Tensor | Parts, block: "Block") -> Place:
+    def _placed(self, index: int, source: Tensor | Parts, block: Block) -> Place:
         """Return the place of a tensor: where it was before, if it is large and as it was."""
         place, before, was = self._places[index], self._before, None
         if before is not None and place.size >= MIN_KEPT and index < len(before.places):
@@ -393,71 +428,11 @@ class _Taking(pickle.Pickler):
         return was
 
 
-class Block:
-    """A block that is being written.
-
-    Attributes:
-        used: bytes that are in use.
-    """
-
-    def __init__(self, memory: "Memory", size: int) -> None:
-        self.name = secrets.token_hex(8)
-        self.data = memory.take(size)
-        self.used = 0
-
-    @property
-    def written(self) -> Tensor:
-        """Return the bytes that are in use."""
-        return self.data[: self.used]
-
-    def add(self, place: Place, source: Tensor | Parts) -> Place:
-        """Copy a tensor, or parts of one, to the end; return its place here."""
-        found = place._replace(block=self.name, start=self.used)
-        target = found.view({self.name: self.data})
-        with torch.no_grad():
-            if isinstance(source, Tensor):
-                target.copy_(source)
-            else:
-                for each, tensor in source.parts:
-                    box = each.part.box.meet(source.box)
-                    if box.size:
-                        part = box.of(tensor, each.part.box.offset)
-                        box.of(target, source.box.offset).copy_(part)
-        self.used += _aligned(place.size)
-        return found
-
-
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two dense CPU tensors of one shape have the same bytes, be they NaN."""
     compare = ctypes.CDLL(None).memcmp  # ends at the first difference, and lets other threads run
     places = ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr())
     return bool(compare(*places, ctypes.c_size_t(one.nbytes)) == 0)
-
-
-class Memory:
-    """Memory that snapshots use again once nothing refers to it. At most one free block is kept.
-
-    The first write into new memory costs more than the copy.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def take(self, size: int) -> Tensor:
-        """Return a tensor of so many bytes, in memory that is free."""
-        if size < SMALL:
-            return torch.empty(size, dtype=torch.uint8)
-        block = self._free.pop() if self._free else None
-        if block is None or len(block) != size:
-            # Private: a forked child keeps what it has seen.
-            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer = (ctypes.c_char * size).from_buffer(block)
-        # `torch.frombuffer` keeps the buffer until its last storage is freed, in any thread.
-        weakref.finalize(buffer, self._give_back, block).atexit = False
-        return torch.frombuffer(buffer, dtype=torch.uint8)
-
-    def _give_back(self, block: mmap.mmap) -> None:
-        self._free[:] = [block]
 
 
 # ── the tensors of a tree by their names, so that an error can name one ─────────────────────────

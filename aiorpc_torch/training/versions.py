@@ -13,13 +13,7 @@ T = TypeVar("T")
 
 
 class Versions(Generic[T]):
-    """The versions of one publisher.
-
-    Args:
-        first: content of the first version.
-        number: number of the first version.
-        keep: maximum number of versions kept.
-    """
+    """The versions of one publisher; it keeps at most `keep`. The first one is `number`."""
 
     def __init__(self, first: T, number: int = 0, keep: int = 2) -> None:
         if not is_count(keep, 1):
@@ -69,11 +63,7 @@ class Versions(Generic[T]):
         return self._published
 
     def get(self, number: int) -> T:
-        """Return a version that is kept.
-
-        Raises:
-            LookupError: if it is not kept, or was never published.
-        """
+        """Return a version that is kept; LookupError if it is not, or was never published."""
         if number not in self._kept:
             kept = ", ".join(map(str, self._kept))
             raise LookupError(f"version {number} is not kept; kept are {kept}: raise keep=")

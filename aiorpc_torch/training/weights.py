@@ -13,12 +13,11 @@ from .shards import NOTHING, Slice, Wanted
 from .snapshots import (
     Memory,
     Snapshot,
+    Taking,
     Version,
     check_shapes,
     in_thread,
     shapes,
-    snapshot,
-    snapshot_in_thread,
 )
 from .versions import Versions
 from .waiting import Changes, Line, ends_at_leave, idles
@@ -53,7 +52,7 @@ class Weights:
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
         self._memory = Memory()
         self._shapes = shapes(tree)
-        first = snapshot(tree, self._memory)
+        first = Taking(tree, self._memory).take()
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
         self._own_host = own_host()
         self._relays: dict[str, str] = {}  # workers, by host
@@ -93,7 +92,8 @@ class Weights:
         self._is_publishing = True
         try:
             before = self._versions.get(self.version)
-            number = self._versions.add(await snapshot_in_thread(tree, self._memory, before))
+            taken = await Taking(tree, self._memory, before).take_in_thread()
+            number = self._versions.add(taken)
             self._cuts.forget({name for each in self._versions.all() for name in each.blocks})
         finally:
             self._is_publishing = False
