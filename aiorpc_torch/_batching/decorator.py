@@ -383,8 +383,8 @@ class Batched:
 
 
 def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
-    function, policy, collation, is_method = state
-    new.__init__(function, policy, collation)  # type: ignore[misc]
+    *given, is_method = state
+    new.__init__(*given)  # type: ignore[misc]
     new._is_method = is_method
 
 

@@ -259,7 +259,7 @@ class BatchQueue:
         queued = self._scheduler.close()
         tasks = [batch.task for batch in self._running.values()]
         if queued:
-            self._counters.count_rejected("closed")
+            self._counters.reasons["closed"] += 1
         running = [call for batch in self._running for call in batch.items]
         for calls, may_have_run in ((queued, False), (running, True)):
             for call in calls:
@@ -343,7 +343,7 @@ class BatchQueue:
         first: Batch[QueuedCall] | None = None
         while scheduler.waiting and (batch := scheduler.next_batch(now)) is not None:
             if isinstance(batch, TimedOutRound):
-                self._counters.count_rejected("timeout")
+                self._counters.reasons["timeout"] += 1
                 for call in batch.items:
                     call.resolve(_round_timeout(batch, self._function.name))
                 continue

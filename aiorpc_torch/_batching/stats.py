@@ -72,7 +72,7 @@ class BatchCounters:
     items: int = 0
     batches: int = 0
     busy: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # also of calls that failed together
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def note_numbers(self, policy: Any) -> None:
@@ -90,10 +90,6 @@ class BatchCounters:
         self.items += len(waits)
         self.reasons[reason] += 1
         self.waits.extend(waits)
-
-    def count_rejected(self, reason: str) -> None:
-        """Count waiting calls that failed together."""
-        self.reasons[reason] += 1
 
 
 _all_counters: WeakIdentityDict[BatchCounters, None] = WeakIdentityDict()

@@ -104,6 +104,7 @@ class LocalItems:
 
     Attributes:
         credit: how many small items the caller may be sent.
+        wakeup: wakes the task that waits for the next item.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class LocalItems:
         self.is_over = False
         self._items: deque[tuple[Any, int]] = deque()  # with their costs in credit
         self._failure: BaseException | None = None
-        self._wakeup = Wakeup()
+        self.wakeup = Wakeup()
         self._resume: Callable[[], None] | None = None
 
     async def send_from_loop(self, item: Any) -> None:
@@ -120,7 +121,7 @@ class LocalItems:
         cost = credit_cost(_bytes_of(value))
         self._items.append((value, cost))
         self.credit -= cost
-        self._wakeup.set()
+        self.wakeup.set()
 
     def call_when_credit(self, resume: Callable[[], None]) -> bool:
         """Call `resume` once the consumer has taken an item; return False if there is credit."""
@@ -134,17 +135,13 @@ class LocalItems:
         if not self.is_over:
             self.is_over = True
             self._failure = answer if isinstance(answer, BaseException) else None
-            self._wakeup.set()
+            self.wakeup.set()
 
     def close(self) -> None:
         """Drop what has not been taken: the consumer has left."""
         self._items.clear()
         self.is_over, self._failure = True, None
-        self._wakeup.set()
-
-    def is_awaited(self) -> bool:
-        """Return whether a task waits for the next item."""
-        return self._wakeup.is_awaited()
+        self.wakeup.set()
 
     async def next(self) -> Any:
         """Return the next item. A failure is raised once, after the items before it."""
@@ -152,7 +149,7 @@ class LocalItems:
             if self.is_over:
                 failure, self._failure = self._failure, None
                 raise StopAsyncIteration if failure is None else failure
-            await self._wakeup.wait()
+            await self.wakeup.wait()
         item, cost = self._items.popleft()
         self.credit += cost
         resume, self._resume = self._resume, None
@@ -190,7 +187,7 @@ class LocalStream(OnlyIterated, AsyncIterator[Any]):
         return f"<stream of {self._name}>"
 
     async def __anext__(self) -> Any:
-        if self._items.is_awaited():
+        if self._items.wakeup.is_awaited():
             raise RuntimeError("another task waits for the next item of this stream")
         join, self._join = self._join, None
         if join is not None:
