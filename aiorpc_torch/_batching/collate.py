@@ -35,11 +35,7 @@ class Collation:
     device: Device = None
 
     def padded(self, rows: int) -> int:
-        """Return the number of rows that the function gets for so many.
-
-        Raises:
-            ValueError: if there are more than the largest of `pad_to`.
-        """
+        """Return the number of rows that the function gets for so many."""
         if not self.pad_to:
             return rows
         index = bisect_left(self.pad_to, rows)
@@ -62,11 +58,7 @@ class Rows(NamedTuple):
 
 
 def collate_key(value: Any, collation: Collation) -> Hashable:
-    """Return what trees must have in common: structure, dtypes, shapes and `requires_grad`.
-
-    Raises:
-        TypeError: if a leaf cannot be stacked, or joined by rows.
-    """
+    """Return what trees must have in common: structure, dtypes, shapes and `requires_grad`."""
     first = int(collation.concat)  # dimension from which on shapes must be equal
     if isinstance(value, Tensor):
         shape = value.shape[first:] if first else value.shape
@@ -116,11 +108,7 @@ def row_count(tree: Any, *, numbers: bool = False) -> int | None:
 
 
 def rows_of(calls: Sequence[tuple[Any, ...]], collation: Collation) -> Rows:
-    """Return the rows of a batch.
-
-    Raises:
-        ValueError: if there are more than the largest of `pad_to`.
-    """
+    """Return the rows of a batch; ValueError if there are more than the largest of `pad_to`."""
     if not collation.concat:
         return Rows(collation.padded(len(calls)), None)
     counts: list[Any] = [row_count(call, numbers=True) for call in calls]

@@ -308,11 +308,7 @@ class Batched:
     def __aiorpc_join__(
         self, instance: Any, on_result: ResultCallback, receiver: Any, work: Arguments, caller: str
     ) -> Callable[[], object]:
-        """Enqueue a call from another worker, without a future or task; return how to cancel it.
-
-        Raises:
-            TypeError: for a contribution to a round that carries gradients.
-        """
+        """Enqueue a call from another worker, without a future or task; return how to cancel it."""
         if receiver is None and self._batch_function.is_generator:
             raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}")
         args, kwargs = work

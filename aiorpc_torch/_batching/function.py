@@ -104,11 +104,7 @@ class BatchFunction:
         in_thread: InThread = in_thread,
         rows: Rows | None = None,
     ) -> list[Any]:
-        """Call the function, or `compute`, once for all `calls`; return one result per call.
-
-        Raises:
-            BatchContractError: if the function does not return one result per call.
-        """
+        """Call the function, or `compute`, once for all `calls`; return one result per call."""
         if compute is None:
             rows = None if self._rows is None else rows_of(calls, self._rows)
             compute = functools.partial(self._call, instance, calls, rows)
@@ -128,11 +124,7 @@ class BatchFunction:
     async def iterate(
         self, instance: Any, calls: Sequence[CallArgs]
     ) -> AsyncGenerator[list[Any], None]:
-        """Call the generator function once for all `calls`; yield one result per call and step.
-
-        Raises:
-            BatchContractError: if a step has not one result per call.
-        """
+        """Call the generator function once for all `calls`; yield one result per call and step."""
         source: Any = None
         rows = None if self._rows is None else rows_of(calls, self._rows)
         thread = None if self.is_async else OwnThread()

@@ -189,9 +189,6 @@ class BatchQueue:
         """Enqueue a call. `on_result` is called once, unless the call is cancelled.
 
         `receiver` gets the items of a generator before.
-
-        Raises:
-            QueueFull: if `max_pending` calls wait already.
         """
         if scopes := entered_scopes():
             self._reject_reentry(instance)

@@ -57,16 +57,10 @@ def split_results(
     rule for both would take (actions, values) for two results whenever the batch is of two.
 
     Args:
-        result: What the function has returned.
-        size: Number of callers.
-        name: Name of the function, for errors.
         stacked: Whether its arguments were stacked, or joined by rows.
         for_all: Whether a result is for all callers: that of a round.
         rows: Rows that the function got (default: one of each caller).
         verb: "yielded" for a generator, for errors.
-
-    Raises:
-        BatchContractError: if `result` is not one result per caller.
     """
     # The usual case first, as fast as it can be.
     if type(result) is list and len(result) == size and rows is None and not for_all:

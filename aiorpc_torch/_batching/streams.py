@@ -24,12 +24,7 @@ MAX_BEHIND = 1024  # credit that a caller may owe while others go on, 64 MiB at 
 
 
 class StreamedBatch:
-    """The iteration of a batch of a generator, in the task that is running.
-
-    Args:
-        members: the calls of the batch.
-        can_interrupt: whether a step can be cancelled.
-    """
+    """The iteration of a batch of a generator, in the task that is running."""
 
     def __init__(self, members: "Sequence[QueuedCall]", *, can_interrupt: bool) -> None:
         self._members = members
@@ -169,11 +164,8 @@ def _bytes_of(item: Any) -> int:
 class LocalStream(OnlyIterated, AsyncIterator[Any]):
     """The iterator of a caller of this process over a batched generator.
 
-    It joins the queue at the first `anext`. A cancelled wait loses nothing.
-
-    Args:
-        join: adds a call to the queue, and returns how to remove it.
-        name: name of the function.
+    It joins the queue at the first `anext`: `join` returns how to leave it. A cancelled wait loses
+    nothing.
     """
 
     def __init__(self, join: Callable[[LocalItems], Callable[[], object]], name: str) -> None:

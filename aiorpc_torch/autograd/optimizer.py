@@ -60,11 +60,7 @@ class LocalOptimizer:
                     parameter.grad = gradient
 
     def set(self, options: dict[str, Any]) -> None:
-        """Change options of all parameter groups.
-
-        Raises:
-            ValueError: if the optimizer has no such option.
-        """
+        """Change options of all parameter groups."""
         known = self._optimizer.defaults
         if unknown := options.keys() - known.keys():
             raise ValueError(

@@ -100,11 +100,7 @@ class Holds:
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Wait until no reader is left. Replace the value without an await then.
-
-        Raises:
-            CallTimeout: if the deadline passes.
-        """
+        """Wait until no reader is left. Replace the value without an await then."""
         what = "the change of the version"
         await self._changes.until(lambda: not self._is_writing, what)
         self._set_writing(True)

@@ -100,14 +100,7 @@ def merge(trees: Sequence[Loaded], needed: Mapping[str, Box]) -> Any:
     """Return one tree of those of several publishers, with the `Parts` of each tensor in it.
 
     Mappings are joined, lists and tuples of one length and dataclasses too. Of other values, the
-    first publisher's counts.
-
-    Args:
-        trees: the trees, as from `Snapshot.loaded`.
-        needed: the slice that is needed of a tensor, by its name; others are needed whole.
-
-    Raises:
-        PartsLackingError: if a part of a tensor is nowhere.
+    first publisher's counts. `needed` has slices by names; other tensors are needed whole.
     """
     parts = {key: part for _, found in trees for key, part in found.items()}
 

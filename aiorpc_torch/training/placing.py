@@ -27,11 +27,7 @@ def needed_by(into: Into) -> dict[str, Box]:
 
 
 def place(tree: Any, into: Into, *, copy: bool = False) -> None:
-    """Put a version into its place, with `copy` in its memory. If this raises, nothing was changed.
-
-    Raises:
-        ValueError: if names or shapes differ.
-    """
+    """Put a version into its place, with `copy` in its memory, or raise and change nothing."""
     if into is None:
         return
     if isinstance(into, nn.Module):

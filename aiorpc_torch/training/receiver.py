@@ -77,11 +77,9 @@ class Source:
         return self.publisher.owner_name()
 
     async def find(self, lost: str | None = None, timeout: float | None = None) -> None:
-        """Find the publisher, and the relay of this host if there is one.
+        """Find the publisher, and the relay of this host if there is one, other than `lost`.
 
-        Args:
-            lost: worker of a relay that is lost.
-            timeout: seconds for the name to be registered, None for no bound but the caller's.
+        The name must be registered within `timeout`, None for no bound but the caller's.
         """
         me = RRef(self).owner_name()  # of any object of this worker
         while True:
@@ -121,10 +119,7 @@ class Source:
         return found
 
     async def receive(self, method: Literal["after", "get"], number: int) -> tuple[int, Snapshot]:
-        """Receive version `number`, or wait for one after it; if the relay is lost, by another.
-
-        It raises LookupError if the publisher does not keep the version.
-        """
+        """Receive version `number`, or wait for one after it; if the relay is lost, by another."""
         while True:
             own = {} if self.last is None else self.last.blocks
             wanted = NOTHING if self.relay is None else self.wanted
@@ -194,22 +189,13 @@ class Receiver:
         return -1 if self.newest is None else self.newest[0]
 
     async def first(self) -> None:
-        """Receive the newest version now, within the caller's deadline.
-
-        Raises:
-            CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
-            ValueError: if the publishers have no whole version, or have different ones.
-        """
+        """Receive the newest version now, within the caller's deadline."""
         await self._find()
         # A relay may have an older one: nothing has asked it for the newest.
         await self._receive_next(self.version if self._is_joined else await self._available() - 1)
 
     async def update(self) -> None:
-        """Receive the newest version, if there is one, and the publisher is there.
-
-        Raises:
-            CallTimeout: if the deadline passes.
-        """
+        """Receive the newest version, if there is one, and the publisher is there."""
         losses = self._losses
         try:
             if (newest := await self._available()) > self.version:
@@ -233,9 +219,7 @@ class Receiver:
     async def until(self, version: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until this version or a later one is received, or `is_over()`.
 
-        Raises:
-            CallTimeout: if the deadline passes.
-            Exception: that has ended the task, such as WorkerLost.
+        What has ended the task is raised here, such as WorkerLost.
         """
 
         def has() -> bool:
@@ -311,9 +295,6 @@ class Receiver:
         """Wait until the publisher's replacement process has registered its weights.
 
         Waits fail after `REPLACEMENT_TIMEOUT`, but the replacement process may come at any time.
-
-        Raises:
-            WorkerLost: if none will come.
         """
         self._losses += 1
         self.changes.notify()

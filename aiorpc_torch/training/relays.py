@@ -35,11 +35,8 @@ def own_host() -> str:
 class Relay:
     """The versions of a publisher of another host, for the followers of this host.
 
-    It asks for all that its followers want, so each byte of a version crosses the line once.
-
-    Args:
-        name: name under which this relay is registered.
-        publisher: RRef of the weights.
+    It asks for all that its followers want, so each byte of a version crosses the line once. It is
+    registered as `name`.
     """
 
     def __init__(self, name: str, publisher: RRef[Any]) -> None:
@@ -58,11 +55,7 @@ class Relay:
         return await self._answer("after", seen, has, wanted)
 
     async def get(self, number: int, has: Collection[str], wanted: Wanted) -> Version:
-        """Return a version that the publisher keeps.
-
-        Raises:
-            LookupError: if it does not.
-        """
+        """Return a version; LookupError if the publisher does not keep it."""
         return await self._answer("get", number, has, wanted)
 
     async def _answer(

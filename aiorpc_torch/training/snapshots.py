@@ -320,9 +320,6 @@ class Taking(pickle.Pickler):
         memory: memory that is used again (default: new memory).
         before: the version before, whose tensors stay where they are if they have not changed.
         others: the snapshots of which the tree has parts.
-
-    Raises:
-        Exception: of any class, if the tree cannot be pickled.
     """
 
     def __init__(
@@ -458,12 +455,8 @@ def tensors(
 
 
 def shapes(tree: Any) -> dict[str, Size]:
-    """Return the shape of each tensor, by its name in the tree.
-
-    Raises:
-        TypeError: if a module, an optimizer or a generator is in it: followers could not put that
-            into theirs.
-    """
+    """Return the shape of each tensor, by its name in the tree."""
+    # Followers could not put a module, an optimizer or a generator into theirs.
     found = dict[str, Size]()
     for name, each in tensors(tree, (Tensor, nn.Module, Optimizer, Generator)):
         if not isinstance(each, Tensor):
@@ -479,9 +472,6 @@ def check_shapes(first: Mapping[str, Size], tree: Any) -> None:
     """Check that a tree has each tensor of the first version, in its shape.
 
     It may have more, such as those of an optimizer that has made its first step.
-
-    Raises:
-        ValueError: if it does not.
     """
     found = shapes(tree)
     for place, shape in first.items():

@@ -55,11 +55,7 @@ class Changes:
     async def until(
         self, is_true: Callable[[], bool], what: str, state: Callable[[], str] | None = None
     ) -> None:
-        """Wait until `is_true()`.
-
-        Raises:
-            CallTimeout: if the deadline passes; `what` names the wait, and `state` tells why.
-        """
+        """Wait until `is_true()`. In a CallTimeout `what` names the wait, and `state` tells why."""
         while not is_true():
             future = asyncio.get_running_loop().create_future()
             self._waiting.add(future)
@@ -88,11 +84,7 @@ class Line:
     async def turn(
         self, is_ready: Callable[[], bool], what: str, state: Callable[[], str] | None = None
     ) -> None:
-        """Wait until this task is the first and `is_ready()`. It goes on in the same step.
-
-        Raises:
-            CallTimeout: if the deadline passes; `what` names the wait, and `state` tells why.
-        """
+        """Wait until this task is the first and `is_ready()`. It goes on in the same step."""
         if not self._waiting and is_ready():
             return
         loop = asyncio.get_running_loop()
