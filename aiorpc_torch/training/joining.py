@@ -80,16 +80,12 @@ def _boxes(snapshot: Snapshot, wanted: Wanted) -> dict[int, Box | None]:
 
     A tensor of several names is wanted as far as under any of them.
     """
-    found = dict[int, Box | None]()
-    for name, index in snapshot.names():
-        place = snapshot.places[index]
-        if place is not None:
-            box, other = wanted.get(name, place.part.box), found.get(index)
-            found[index] = box.hull(other) if box and other else box or other
-    parts = {index: snapshot.places[index].part.box for index in found}  # type: ignore[union-attr]
-    return {
-        each: box for each, box in found.items() if not box or parts[each].meet(box) != parts[each]
-    }
+    found, here = dict[int, Box | None](), dict[int, Box]()
+    for name, index, place in snapshot.names():
+        here[index] = place.part.box
+        box, other = wanted.get(name, here[index]), found.get(index)
+        found[index] = box.hull(other) if box and other else box or other
+    return {i: box for i, box in found.items() if not box or here[i].meet(box) != here[i]}
 
 
 class PartsLackingError(ValueError):
@@ -107,28 +103,26 @@ def merge(trees: Sequence[Loaded], needed: Mapping[str, Box]) -> Any:
     def merged(trees: Sequence[Any], name: str) -> Any:
         first = trees[0]
         if id(first) in parts:
-            return _merge_parts(
-                [parts[id(each)] for each in trees if id(each) in parts], needed, name
-            )
+            found = [parts[id(each)] for each in trees if id(each) in parts]
+            return _merge_parts(found, needed, name)
         if isinstance(first, Mapping):
-            found: Any = copy.copy(first)  # with what a state dict has besides
+            joined: Any = copy.copy(first)  # with what a state dict has besides
             alike = [each for each in trees if isinstance(each, Mapping)]
             for key in dict.fromkeys(key for each in alike for key in each):
-                found[key] = merged(
-                    [each[key] for each in alike if key in each], f"{name}[{key!r}]"
-                )
-            return found
+                values = [each[key] for each in alike if key in each]
+                joined[key] = merged(values, f"{name}[{key!r}]")
+            return joined
         alike = [each for each in trees if type(each) is type(first)]
         if type(first) in (list, tuple) or hasattr(first, "_fields"):
             columns = zip(*(each for each in alike if len(each) == len(first)), strict=True)
             items = [merged(column, f"{name}[{index}]") for index, column in enumerate(columns)]
             return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            found = copy.copy(first)
+            joined = copy.copy(first)
             for field in (each.name for each in dataclasses.fields(first)):
                 if values := [getattr(each, field) for each in alike if hasattr(each, field)]:
-                    object.__setattr__(found, field, merged(values, f"{name}.{field}"))
-            return found
+                    object.__setattr__(joined, field, merged(values, f"{name}.{field}"))
+            return joined
         return first
 
     return merged([tree for tree, _ in trees], "")

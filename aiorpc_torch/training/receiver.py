@@ -71,11 +71,6 @@ class Source:
         self._name, self._on = name, on
         self._host = own_host() if host is None else host
 
-    @property
-    def worker(self) -> str:
-        """Return the worker of the publisher."""
-        return self.publisher.owner_name()
-
     async def find(self, lost: str | None = None, timeout: float | None = None) -> None:
         """Find the publisher, and the relay of this host if there is one, other than `lost`.
 
@@ -241,8 +236,8 @@ class Receiver:
             raise self._error
 
     def _known(self) -> str:
-        each = ", ".join(f"{source.worker!r} {source.newest}" for source in self._sources)
-        return f"the newest that is known of each publisher: {each}"
+        known = [f"{each.publisher.owner_name()!r} {each.newest}" for each in self._sources]
+        return f"the newest that is known of each publisher: {', '.join(known)}"
 
     def check_open(self) -> None:
         """Raise RuntimeError if this receiver is closed."""
@@ -362,10 +357,10 @@ class Receiver:
     async def _join(self, number: int) -> Snapshot:
         if not self._is_planned:  # what each source sends of versions like this one
             slices = await together(remote(each.publisher).slices(number) for each in self._sources)
-            workers = [each.worker for each in self._sources]
+            workers = [each.publisher.owner_name() for each in self._sources]
             wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
-            for each in self._sources:
-                each.wanted = wanted[each.worker]
+            for each, worker in zip(self._sources, workers, strict=True):
+                each.wanted = wanted[worker]
             self._is_planned = True
         found = await together(each.receive("get", number) for each in self._sources)
         others = [snapshot for _, snapshot in found]

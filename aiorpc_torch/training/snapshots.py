@@ -188,17 +188,17 @@ class Snapshot:
 
         return _Reader(self.tree, read).load(), parts
 
-    def names(self) -> Iterator[tuple[str, int]]:
-        """Return the names that tensors have in the tree, each with the index of its place."""
+    def names(self) -> Iterator[tuple[str, int, Place]]:
+        """Return the names of tensors in the tree, each with its place and the place's index."""
         tree, parts = self.loaded()
         for name, tensor in tensors(tree):
-            if (part := parts.get(id(tensor))) is not None:  # else it is made of others
-                yield name, part.position
+            part = parts.get(id(tensor))  # None if it is made of others
+            if part is not None and part.place is not None:
+                yield name, part.position, part.place
 
     def slices(self) -> dict[str, Slice]:
         """Return what is here of each tensor, by its name in the tree."""
-        found = ((name, self.places[index]) for name, index in self.names())
-        return {name: place.part for name, place in found if place is not None}
+        return {name: place.part for name, _, place in self.names()}
 
     def changed(self) -> set[str]:
         """Return the blocks that were here before, and whose bytes have changed since."""
