@@ -99,7 +99,7 @@ class Follower:
 
     async def relay(self) -> str | None:
         """Return the worker from which versions come, None for the learner's."""
-        return self.policy._receiver.relays[0]
+        return self.policy._receiver._sources[0].relay
 
 
 class Sample(NamedTuple):

@@ -4,7 +4,7 @@ A tree consists of tensors, arrays and numbers in dicts, tuples, lists and datac
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.tree import children, rebuild
+from .._torch.tree import children, map_tensors, rebuild
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -34,17 +34,8 @@ class Collation:
     pad_to: tuple[int, ...] = ()
     device: Device = None
 
-    @property
-    def changes_rows(self) -> bool:
-        """Return whether the function may get another number of rows than of calls."""
-        return self.concat or bool(self.pad_to)
-
     def padded(self, rows: int) -> int:
-        """Return the number of rows that the function gets for so many.
-
-        Raises:
-            ValueError: if there are more than the largest of `pad_to`.
-        """
+        """Return the number of rows that the function gets for so many."""
         if not self.pad_to:
             return rows
         index = bisect_left(self.pad_to, rows)
@@ -54,9 +45,6 @@ class Collation:
                 "add a larger size"
             )
         return self.pad_to[index]
-
-
-STACK = Collation()
 
 
 class Rows(NamedTuple):
@@ -69,12 +57,8 @@ class Rows(NamedTuple):
     counts: list[int] | None
 
 
-def collate_key(value: Any, collation: Collation = STACK) -> Hashable:
-    """Return what trees must have in common: structure, dtypes, shapes and `requires_grad`.
-
-    Raises:
-        TypeError: if a leaf cannot be stacked, or joined by rows.
-    """
+def collate_key(value: Any, collation: Collation) -> Hashable:
+    """Return what trees must have in common: structure, dtypes, shapes and `requires_grad`."""
     first = int(collation.concat)  # dimension from which on shapes must be equal
     if isinstance(value, Tensor):
         shape = value.shape[first:] if first else value.shape
@@ -106,36 +90,25 @@ def row_counts(tree: Any, *, numbers: bool = False) -> set[int | None]:
 
     Leave out numbers if `numbers`: in an argument they are for each of its rows.
     """
-    return {*_row_counts(tree, numbers)}
+    if isinstance(tree, Tensor):
+        return {tree.shape[0] if tree.dim() else None}
+    if is_array(tree):
+        array = _as_array(tree)
+        return {array.shape[0] if array.ndim else None}
+    if (nodes := children(tree)) is not None:
+        found = set[int | None]()
+        return found.union(*(row_counts(each, numbers=numbers) for each in nodes.values()))
+    return set() if numbers and type(tree) in _NUMBERS else {None}
 
 
 def row_count(tree: Any, *, numbers: bool = False) -> int | None:
     """Return the first dimension that all leaves of a tree share; None if there is none."""
-    if isinstance(tree, Tensor):
-        return tree.shape[0] if tree.dim() else None
     counts = row_counts(tree, numbers=numbers)
     return counts.pop() if len(counts) == 1 else None
 
 
-def _row_counts(tree: Any, numbers: bool) -> Iterator[int | None]:
-    if isinstance(tree, Tensor):
-        yield tree.shape[0] if tree.dim() else None
-    elif is_array(tree):
-        array = _as_array(tree)
-        yield array.shape[0] if array.ndim else None
-    elif (nodes := children(tree)) is not None:
-        for node in nodes.values():
-            yield from _row_counts(node, numbers)
-    elif not (numbers and type(tree) in _NUMBERS):
-        yield None
-
-
 def rows_of(calls: Sequence[tuple[Any, ...]], collation: Collation) -> Rows:
-    """Return the rows of a batch.
-
-    Raises:
-        ValueError: if there are more than the largest of `pad_to`.
-    """
+    """Return the rows of a batch; ValueError if there are more than the largest of `pad_to`."""
     if not collation.concat:
         return Rows(collation.padded(len(calls)), None)
     counts: list[Any] = [row_count(call, numbers=True) for call in calls]
@@ -150,7 +123,12 @@ def with_rows(calls: Sequence[tuple[Any, ...]], rows: Rows) -> Sequence[tuple[An
     trees = [_spread(call, count) for call, count in zip(calls, counts, strict=True)]
     if lacks := total - sum(counts):
         last = next((n for n in reversed(range(len(calls))) if counts[n]), 0)
-        trees.append(_last_row(trees[last], lacks))
+
+        def repeated(tensor: Tensor) -> Tensor:
+            shape = (lacks, *tensor.shape[1:])
+            return tensor[-1:].expand(shape) if len(tensor) else tensor.new_zeros(shape)
+
+        trees.append(map_tensors(repeated, trees[last]))
     return trees
 
 
@@ -164,15 +142,6 @@ def _spread(tree: Any, count: int) -> Any:
         return _as_tensor(tree)
     nodes = children(tree) or {}
     return rebuild(tree, {key: _spread(node, count) for key, node in nodes.items()})
-
-
-def _last_row(tree: Any, times: int) -> Any:
-    """Return the tree with its last row, so many times; zeros if it has none."""
-    if isinstance(tree, Tensor):
-        shape = (times, *tree.shape[1:])
-        return tree[-1:].expand(shape) if len(tree) else tree.new_zeros(shape)
-    nodes = children(tree) or {}
-    return rebuild(tree, {key: _last_row(node, times) for key, node in nodes.items()})
 
 
 class Collator:

@@ -27,12 +27,11 @@ from .._wire.messages import Arguments
 from .._wire.targets import GENERATOR_HINT
 from ._typing import ListDecorator, RoundDecorator, StackDecorator
 from .collate import Collation, Device
-from .function import BatchFunction, is_generator
+from .function import BatchFunction, is_generator, traits_function
 from .policies import Count, Fill, Policy, Round, Seconds, has_functions
 from .queue import LOCAL_CALLER, BatchQueue, ResultCallback
 from .stats import new_counters
 from .streams import LocalItems, LocalStream
-from .traits import traits_function
 
 
 class FillOptions(TypedDict, total=False):
@@ -163,9 +162,15 @@ def batched(
         )
     elif fill:
         raise TypeError("batched takes a policy or the arguments of a Fill, not both")
-    collation = _new_collation(stack, concat, pad_to, device)
-    if collation is not None:
+    if stack and concat:
+        raise TypeError("batched takes stack=True or concat=True, not both")
+    collation = None
+    if stack or concat:
+        collation = Collation(concat, () if pad_to is None else _check_sizes(pad_to), device)
         policy = _fit(policy, collation)
+    elif pad_to is not None or device is not None:
+        name = "device" if pad_to is None else "pad_to"
+        raise TypeError(f"{name}= requires stack=True or concat=True")
     return functools.partial(Batched, policy=policy, collation=collation)
 
 
@@ -179,20 +184,6 @@ def _most_calls(stack: bool, concat: bool, pad_to: Sequence[int] | None, max_wei
         return _check_sizes(pad_to)[-1]
     more = ", max_weight= or pad_to=" if concat else ""
     raise TypeError(f"batched needs max_size={more}, or a Fill or a Round")
-
-
-def _new_collation(
-    stack: bool, concat: bool, pad_to: Sequence[int] | None, device: Device
-) -> Collation | None:
-    if stack and concat:
-        raise TypeError("batched takes stack=True or concat=True, not both")
-    given = {"pad_to": pad_to, "device": device}
-    if not (stack or concat):
-        for name, value in given.items():
-            if value is not None:
-                raise TypeError(f"{name}= requires stack=True or concat=True")
-        return None
-    return Collation(concat, () if pad_to is None else _check_sizes(pad_to), device)
 
 
 def _check_sizes(pad_to: Sequence[int]) -> tuple[int, ...]:
@@ -318,11 +309,7 @@ class Batched:
     def __aiorpc_join__(
         self, instance: Any, on_result: ResultCallback, receiver: Any, work: Arguments, caller: str
     ) -> Callable[[], object]:
-        """Enqueue a call from another worker, without a future or task; return how to cancel it.
-
-        Raises:
-            TypeError: for a contribution to a round that carries gradients.
-        """
+        """Enqueue a call from another worker, without a future or task; return how to cancel it."""
         if receiver is None and self._batch_function.is_generator:
             raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}")
         args, kwargs = work
@@ -393,8 +380,8 @@ class Batched:
 
 
 def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
-    function, policy, collation, is_method = state
-    new.__init__(function, policy, collation)  # type: ignore[misc]
+    *given, is_method = state
+    new.__init__(*given)  # type: ignore[misc]
     new._is_method = is_method
 
 

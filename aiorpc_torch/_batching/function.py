@@ -5,23 +5,39 @@ A generator function runs once too, and each of its steps is for all calls of th
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._endpoint.runtime import OwnThread, in_thread
 from .._torch.cuda import fence_tree
-from .collate import Collation, Collator, Rows, collate, rows_of, with_rows
+from .collate import (
+    Collation,
+    Collator,
+    Rows,
+    collate,
+    collate_key,
+    row_count,
+    row_counts,
+    rows_of,
+    with_rows,
+)
 from .cuda_collate import CudaCollator
+from .policies import Policy, Round
 from .results import ENDED, split_results, with_ends
-from .traits import CallArgs
+from .scheduler import CallTraits
+
+CallArgs = tuple[Any, ...]
+"""One call's arguments in the order of the function's parameters."""
+
+TraitsFunction = Callable[[CallArgs, str], CallTraits]
+"""Returns the traits of a call from its arguments and its worker's name."""
 
 InThread = Callable[[Callable[[], list[Any]]], Coroutine[Any, Any, list[Any]]]
 """Runs a function in a thread."""
-
-FindRows = Callable[[], Rows]
-"""Returns the rows of a batch, which it finds at the first call."""
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
@@ -51,12 +67,12 @@ class BatchFunction:
         self.is_async = is_async_generator or inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = collation is not None
-        self._rows = collation if collation is not None and collation.changes_rows else None
         self._for_all = for_all
-        device = None if collation is None else collation.device
-        self._concat = collation is not None and collation.concat
-        self._collator = Collator(device, concat=self._concat)
-        target = None if device is None else torch.device(device)
+        given = Collation() if collation is None else collation
+        self._rows = given if given.concat or given.pad_to else None  # else one for each call
+        self._concat = given.concat
+        self._collator = Collator(given.device, concat=given.concat)
+        target = None if given.device is None else torch.device(given.device)
         self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         is_in_class = "." in self.name.rpartition("<locals>.")[-1]
@@ -86,21 +102,15 @@ class BatchFunction:
         calls: Sequence[CallArgs],
         compute: Callable[[Collator], Any] | None = None,
         in_thread: InThread = in_thread,
-        rows: FindRows | None = None,
+        rows: Rows | None = None,
     ) -> list[Any]:
-        """Call the function, or `compute`, once for all `calls`; return one result per call.
-
-        Raises:
-            BatchContractError: if the function does not return one result per call.
-        """
+        """Call the function, or `compute`, once for all `calls`; return one result per call."""
         if compute is None:
-            if self._rows is not None:
-                rows = self._find_rows(calls)
+            rows = None if self._rows is None else rows_of(calls, self._rows)
             compute = functools.partial(self._call, instance, calls, rows)
         count = len(calls)
         if self._cuda is not None:
-            collator = self._cuda_collator
-            return await self._results_on_cuda(collator, compute, count, rows, in_thread)
+            return await self._results_on_cuda(compute, count, rows, in_thread)
         if not self.is_async:
             return await in_thread(lambda: self._split(compute(self._collator), count, rows))
         result = await compute(self._collator)
@@ -111,22 +121,12 @@ class BatchFunction:
         split = functools.partial(self._split_after, fence.wait, result, count, rows)
         return await in_thread(split)
 
-    def _find_rows(self, calls: Sequence[CallArgs]) -> FindRows | None:
-        """Return what finds the rows of a batch, once, where that is first called."""
-        if self._rows is None:
-            return None
-        return functools.cache(functools.partial(rows_of, calls, self._rows))
-
     async def iterate(
         self, instance: Any, calls: Sequence[CallArgs]
     ) -> AsyncGenerator[list[Any], None]:
-        """Call the generator function once for all `calls`; yield one result per call and step.
-
-        Raises:
-            BatchContractError: if a step has not one result per call.
-        """
+        """Call the generator function once for all `calls`; yield one result per call and step."""
         source: Any = None
-        rows = self._find_rows(calls)
+        rows = None if self._rows is None else rows_of(calls, self._rows)
         thread = None if self.is_async else OwnThread()
         run = in_thread if thread is None else thread.run
 
@@ -139,8 +139,16 @@ class BatchFunction:
         try:
             while (results := await self.run(instance, calls, step, run, rows)) is not ENDED:
                 yield results
-        finally:
-            await _close(source, thread)
+        finally:  # after the step that runs; `source` may be something else by mistake
+            if thread is None:
+                if hasattr(source, "aclose"):
+                    await source.aclose()
+            else:
+                try:
+                    if hasattr(source, "close"):
+                        await thread.run(source.close)
+                finally:
+                    thread.close()
 
     @functools.cached_property
     def _cuda_collator(self) -> CudaCollator:
@@ -150,12 +158,12 @@ class BatchFunction:
 
     async def _results_on_cuda(
         self,
-        collator: CudaCollator,
         compute: Callable[[Collator], Any],
         count: int,
-        rows: FindRows | None,
+        rows: Rows | None,
         in_thread: InThread,
     ) -> list[Any]:
+        collator = self._cuda_collator
         ready = collator.record_event()  # the loop's stream holds the callers' tensors
         if not self.is_async:
 
@@ -174,12 +182,12 @@ class BatchFunction:
         return await in_thread(split)
 
     def _split_after(
-        self, wait: Callable[[], object], result: Any, count: int, rows: FindRows | None
+        self, wait: Callable[[], object], result: Any, count: int, rows: Rows | None
     ) -> list[Any]:
         wait()
         return self._split(result, count, rows)
 
-    def _split(self, result: Any, count: int, rows: FindRows | None) -> list[Any]:
+    def _split(self, result: Any, count: int, rows: Rows | None) -> list[Any]:
         if self.is_generator:
             if result is ENDED:
                 return ENDED  # type: ignore[no-any-return]
@@ -190,19 +198,15 @@ class BatchFunction:
             self.name,
             stacked=self._stacked,
             for_all=self._for_all,
-            rows=None if rows is None else rows(),
+            rows=rows,
             verb="yielded" if self.is_generator else "returned",
         )
 
     def _call(
-        self,
-        instance: Any,
-        calls: Sequence[CallArgs],
-        rows: FindRows | None,
-        collator: Collator,
+        self, instance: Any, calls: Sequence[CallArgs], rows: Rows | None, collator: Collator
     ) -> Any:
         if rows is not None:
-            calls = with_rows(calls, rows())
+            calls = with_rows(calls, rows)
         columns = zip(*calls, strict=True)
         values: list[Any]
         if self._stacked:
@@ -221,14 +225,82 @@ async def _next(source: Any) -> Any:
     return await anext(source, ENDED)
 
 
-async def _close(source: Any, thread: OwnThread | None) -> None:
-    """Close a generator, after the step that runs; `source` may be something else by mistake."""
-    if thread is None:
-        if hasattr(source, "aclose"):
-            await source.aclose()
-        return
-    try:
-        if hasattr(source, "close"):
-            await thread.run(source.close)
-    finally:
-        thread.close()
+# ── the traits of a call, found once as it arrives ──────────────────────────────────────────────
+
+
+def traits_function(
+    policy: Policy, name: str, collation: Collation | None
+) -> TraitsFunction | None:
+    """Return the traits function of the batched function `name`; it raises for invalid calls.
+
+    An exception in one of the policy's functions reaches only the caller of that call. None if all
+    calls have the default traits.
+    """
+
+    def collated(args: CallArgs) -> tuple[Hashable, int | None]:
+        """Return the key of a call's trees; with `concat` their rows."""
+        if collation is None:
+            return None, None
+        keys = tuple([collate_key(each, collation) for each in args])
+        return keys, _check_rows(args, collation, name) if collation.concat else None
+
+    if isinstance(policy, Round):
+        member = policy.member
+
+        def round_traits(args: CallArgs, caller: str) -> CallTraits:
+            of = caller if member is None else _check_hashable("member", member(*args))
+            return CallTraits(collated(args)[0], member=of)
+
+        return round_traits
+
+    key, weight = policy.key, policy.weight
+    if collation is None and key is None and weight is None:
+        return None
+
+    def fill_traits(args: CallArgs, _: str) -> CallTraits:
+        group = None if key is None else _check_hashable("key", key(*args))
+        weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
+        if collation is None:
+            return CallTraits(group, weighs)
+        # Calls that cannot be stacked together wait apart, and delay no other.
+        keys, rows = collated(args)
+        return CallTraits((group, keys), weighs if rows is None else float(rows))
+
+    return fill_traits
+
+
+def _check_rows(args: CallArgs, collation: Collation, name: str) -> int:
+    if (rows := row_count(args, numbers=True)) is not None:
+        collation.padded(rows)
+        return rows
+    counts = row_counts(args, numbers=True)
+    if len(counts) > 1 and None not in counts:
+        several = " and ".join(sorted(map(str, counts), key=int))
+        raise ValueError(
+            f"the arguments of a call of {name} have {several} rows: with concat=True all tensors "
+            "and arrays of a call need the same number of rows"
+        )
+    raise ValueError(
+        f"a call of {name} has no rows, or an argument without: with concat=True pass tensors or "
+        "arrays whose first dimension is the rows"
+    )
+
+
+def _check_hashable(trait: str, value: Any) -> Hashable:
+    # A tensor's hash is its identity: two equal tensors would be two keys.
+    if isinstance(value, Tensor):
+        raise TypeError(f"a {trait} must be a plain value, got a tensor: return its .item()")
+    hash(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _check_weight(weight: Any, name: str) -> float:
+    if not isinstance(weight, Real):
+        raise ValueError(
+            f"the weight of a call of {name} must be a number, got {weight!r}: return float(...)"
+        )
+    if 0 <= float(weight) < float("inf"):
+        return float(weight)
+    raise ValueError(
+        f"the weight of a call of {name} must be at least 0 and finite, got {weight!r}"
+    )

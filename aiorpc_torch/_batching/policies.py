@@ -133,12 +133,7 @@ def has_functions(policy: Policy) -> bool:
 
 
 def numbers_of(policy: Any, instance: Any) -> Any:
-    """Return the policy with the numbers that its functions return for an object.
-
-    Raises:
-        TypeError, ValueError: if a number is invalid.
-        Exception: what a function raises.
-    """
+    """Return the policy with the numbers that its functions return for an object."""
     given = {name: getattr(policy, name) for name in policy.NUMBERS}
     found = {name: number(instance) for name, number in given.items() if callable(number)}
     for name, number in found.items():

@@ -37,14 +37,13 @@ from .._wire.ancestry import (
 from .._wire.columns import SharedValue
 from .._wire.exceptions import LeavingWorker, note_has_run
 from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError
-from .function import BatchFunction
+from .function import BatchFunction, CallArgs, TraitsFunction
 from .policies import Fill, Policy, has_functions, numbers_of
 from .results import failure_per_caller
 from .rounds import RoundScheduler
 from .scheduler import DEFAULT_TRAITS, Batch, FillScheduler, Scheduler, TimedOutRound
 from .stats import BatchCounters
-from .streams import Receiver, StreamedBatch
-from .traits import CallArgs, TraitsFunction
+from .streams import StreamedBatch
 
 CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
 
@@ -67,16 +66,7 @@ class RunningBatch:
     """That of every member, or None."""
     id: BatchId
     is_finished: bool = False
-
-    def finish(self) -> None:
-        """Mark the batch as finished: its callers may get their results."""
-        self.is_finished = True
-        if self.recording is not None:
-            self.recording.release(self)
-
-    def scope(self) -> BatchScope:
-        """Return the scope of the calls that the function makes."""
-        return BatchScope(frozenset((self.id,)), lambda: not self.is_finished)
+    """Its callers may get their results."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +80,7 @@ class QueuedCall:
     arrival: float
     caller: str
     receiver: Any
-    """Receives the items, as `streams.Receiver`, if the function is a generator; else None."""
+    """Receives the items, as `LocalItems`, if the function is a generator; else None."""
     scopes: frozenset[BatchScope]
     recording: ContextRecord | None
     context: contextvars.Context | None
@@ -111,7 +101,8 @@ class QueuedCall:
 
     def batch(self) -> RunningBatch | None:
         """Return the batch that it is in, None while it waits for one."""
-        return self.queue.batch_of(self)
+        found = (each for batch, each in self.queue._running.items() if self in batch.items)
+        return next(found, None)
 
     def cancel(self) -> None:
         """Leave the queue. In a running batch, only drop the result."""
@@ -193,14 +184,11 @@ class BatchQueue:
         args: CallArgs,
         on_result: ResultCallback,
         caller: str,
-        receiver: Receiver | None = None,
+        receiver: Any = None,
     ) -> QueuedCall:
         """Enqueue a call. `on_result` is called once, unless the call is cancelled.
 
         `receiver` gets the items of a generator before.
-
-        Raises:
-            QueueFull: if `max_pending` calls wait already.
         """
         if scopes := entered_scopes():
             self._reject_reentry(instance)
@@ -256,11 +244,6 @@ class BatchQueue:
         """Return the batches that run."""
         return [*self._running.values()]
 
-    def batch_of(self, call: QueuedCall) -> RunningBatch | None:
-        """Return the batch that a call is in, None while it waits for one."""
-        found = (each for batch, each in self._running.items() if call in batch.items)
-        return next(found, None)
-
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""
         waited = self._scheduler.discard(call)
@@ -273,7 +256,7 @@ class BatchQueue:
         queued = self._scheduler.close()
         tasks = [batch.task for batch in self._running.values()]
         if queued:
-            self._counters.count_rejected("closed")
+            self._counters.reasons["closed"] += 1
         running = [call for batch in self._running for call in batch.items]
         for calls, may_have_run in ((queued, False), (running, True)):
             for call in calls:
@@ -357,26 +340,21 @@ class BatchQueue:
         first: Batch[QueuedCall] | None = None
         while scheduler.waiting and (batch := scheduler.next_batch(now)) is not None:
             if isinstance(batch, TimedOutRound):
-                self._fail_round(batch)
+                self._counters.reasons["timeout"] += 1
+                for call in batch.items:
+                    call.resolve(_round_timeout(batch, self._function.name))
                 continue
             waits = [*map(now.__sub__, map(_ARRIVAL, batch.items))]
             self._counters.count_batch(batch.reason._value_, waits, batch.weight)
-            self._register(batch, task if first is None else self._new_task(batch))
+            recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
+            runner = task if first is None else self._new_task(batch)
+            self._running[batch] = running = RunningBatch(runner, recording, new_batch())
+            if recording is not None:  # the calls are recorded even if members are cancelled
+                recording.hold(running, self._function.name)
             first = first or batch
         if scheduler.waiting and (deadline := scheduler.deadline()) is not None:
             self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
         return first
-
-    def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
-        recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
-        self._running[batch] = running = RunningBatch(task, recording, new_batch())
-        if recording is not None:  # the calls are recorded even if members are cancelled
-            recording.hold(running, self._function.name)
-
-    def _fail_round(self, timed_out: TimedOutRound[QueuedCall]) -> None:
-        self._counters.count_rejected("timeout")
-        for call in timed_out.items:
-            call.resolve(_round_timeout(timed_out, self._function.name))
 
     async def _run_batch(self, batch: Batch[QueuedCall] | None) -> None:
         """Run a batch. None: start those that are ready, and run the first of them."""
@@ -416,13 +394,13 @@ class BatchQueue:
         """Enter the context of the function, in which `is_cancelled` asks for these batches."""
         if running.recording is not None:
             enter_record(running.recording)
-        enter_scopes(frozenset((running.scope(),)).union(*map(_SCOPES, batch.items)))
+        scope = BatchScope(frozenset((running.id,)), lambda: not running.is_finished)
+        enter_scopes(frozenset((scope,)).union(*map(_SCOPES, batch.items)))
         note_call((BATCH, running.id[1]))
         ask_whether_given_up(functools.partial(_have_all_left, asked))
-        return self._observe(batch) if propagation.used or TRACER in modules else None
-
-    def _observe(self, batch: Batch[QueuedCall]) -> End | None:
-        """Enter the context variables that its callers share, and tell the interceptors of it."""
+        if not (propagation.used or TRACER in modules):
+            return None
+        # Context variables that its callers share, and interceptors.
         callers = [call.context for call in batch.items if call.context is not None]
         if not callers:
             return None
@@ -459,7 +437,9 @@ class BatchQueue:
         self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]
     ) -> None:
         """Free the slot of a batch and give its callers their results."""
-        running.finish()
+        running.is_finished = True
+        if running.recording is not None:
+            running.recording.release(running)
         loop = self.loop
         if self._running.pop(batch, None) is None or loop is None or loop.is_closed():
             return  # the loop was closed, and the callers ended with it

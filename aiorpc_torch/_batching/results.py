@@ -57,16 +57,10 @@ def split_results(
     rule for both would take (actions, values) for two results whenever the batch is of two.
 
     Args:
-        result: What the function has returned.
-        size: Number of callers.
-        name: Name of the function, for errors.
         stacked: Whether its arguments were stacked, or joined by rows.
         for_all: Whether a result is for all callers: that of a round.
         rows: Rows that the function got (default: one of each caller).
         verb: "yielded" for a generator, for errors.
-
-    Raises:
-        BatchContractError: if `result` is not one result per caller.
     """
     # The usual case first, as fast as it can be.
     if type(result) is list and len(result) == size and rows is None and not for_all:
@@ -78,31 +72,31 @@ def split_results(
         result = [*map(_own_row, result.values)]
     elif for_all or type(result) is Broadcast:
         value = result.value if type(result) is Broadcast else result
-        return _distinct(_shared(value, size), name)
+        shared = value if isinstance(value, BaseException) else SharedValue(value)
+        return _distinct([shared] * size, name)  # each gets its own copy of an exception
     elif _is_sequence(result, stacked):
         result = [*result]
     length = len(result) if type(result) is list else row_count(result)
     total, counts = (size, None) if rows is None else rows
-    if length is None and rows is not None:
-        got = f"{name} got a batch of {size} with {total} rows and {verb} {_describe(result)}"
-        raise BatchContractError(
-            f"{got}: {verb.removesuffix('ed')} a tensor or an array (or a tree of them) "
-            "with one row for each row of its arguments, or Broadcast(value)"
-        )
-    if length is None:
-        remedy = verb.removesuffix("ed")
-        raise BatchContractError(
-            f"{name} got a batch of {size} and {verb} {_describe(result)}: {remedy} a list or "
-            "tuple as long as the batch, a tensor or an array (or a tree of them) whose first "
-            "dimension is the batch, or Broadcast(value)"
-        )
     if length != total:
-        text = f"{name} got a batch of {size} and {verb} {length} results"
-        if rows is not None:
-            text = f"{name} got a batch of {size} with {total} rows and {verb} {length} results"
-            text += f": {verb.removesuffix('ed')} one row for each row of its arguments"
-        is_step = verb == "yielded" and rows is None
-        raise BatchContractError(f"{text}{_ENTRIES_HINT}" if is_step else text)
+        do = verb.removesuffix("ed")
+        if length is None and rows is None:
+            remedy = (
+                f": {do} a list or tuple as long as the batch, a tensor or an array (or a tree of "
+                "them) whose first dimension is the batch, or Broadcast(value)"
+            )
+        elif length is None:
+            remedy = (
+                f": {do} a tensor or an array (or a tree of them) with one row for each row of its "
+                "arguments, or Broadcast(value)"
+            )
+        elif rows is not None:
+            remedy = f": {do} one row for each row of its arguments"
+        else:
+            remedy = _ENTRIES_HINT if verb == "yielded" else ""
+        batch = f"a batch of {size}" if rows is None else f"a batch of {size} with {total} rows"
+        got = _describe(result) if length is None else f"{length} results"
+        raise BatchContractError(f"{name} got {batch} and {verb} {got}{remedy}")
     if type(result) is not list:
         results = uncollate(result, size, counts)
     elif counts is None:
@@ -134,23 +128,13 @@ def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
     """Return one copy of `exc` for each of `size` callers, with `exc` as its cause."""
     # The callers' copies show it. Not by `exc.__traceback__ =`, which a user's class may refuse.
     BaseException.with_traceback(exc, behind_own_frames(exc.__traceback__))
-    if _takes_list_for_tensor(exc):
-        try_add_note(
-            exc, f"({name} gets lists, one item per caller; stack=True makes them tensors)"
-        )
+    # The function may have used a list of its callers' items as a tensor.
+    words = {AttributeError: ("'list' object has no attribute",), TypeError: ("Tensor", "list")}
+    for kind, used in words.items():
+        if isinstance(exc, kind) and all(word in str(exc) for word in used):
+            hint = f"({name} gets lists, one item per caller; stack=True makes them tensors)"
+            try_add_note(exc, hint)
     return [copy_exception(exc, name) for _ in range(size)]
-
-
-def _takes_list_for_tensor(exc: BaseException) -> bool:
-    """Return whether a function may have used a list of its callers' items as a tensor."""
-    if isinstance(exc, AttributeError):
-        return "'list' object has no attribute" in str(exc)
-    return isinstance(exc, TypeError) and "Tensor" in str(exc) and "list" in str(exc)
-
-
-def _shared(value: Any, size: int) -> list[Any]:
-    """Return one value for all callers; an exception stays unshared: each gets a copy."""
-    return [value if isinstance(value, BaseException) else SharedValue(value)] * size
 
 
 def _own_row(value: Any) -> Any:

@@ -72,7 +72,7 @@ class BatchCounters:
     items: int = 0
     batches: int = 0
     busy: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # also of calls that failed together
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def note_numbers(self, policy: Any) -> None:
@@ -90,15 +90,6 @@ class BatchCounters:
         self.items += len(waits)
         self.reasons[reason] += 1
         self.waits.extend(waits)
-
-    def count_rejected(self, reason: str) -> None:
-        """Count waiting calls that failed together."""
-        self.reasons[reason] += 1
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether the function was called."""
-        return bool(self.reasons or self.queues)
 
 
 _all_counters: WeakIdentityDict[BatchCounters, None] = WeakIdentityDict()
@@ -119,7 +110,7 @@ def batch_stats() -> dict[str, BatchStats]:
     """Return the statistics of every function that was called, by name."""
     found: defaultdict[str, list[BatchCounters]] = defaultdict(list)
     for counters in _all_counters.owners():
-        if counters.is_used:
+        if counters.reasons or counters.queues:  # it was called
             found[counters.name].append(counters)
     return {name: _snapshot(group) for name, group in found.items()}
 

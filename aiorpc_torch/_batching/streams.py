@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .._aio.loops import Wakeup
 from .._handles.mistakes import OnlyIterated
@@ -23,29 +23,8 @@ if TYPE_CHECKING:
 MAX_BEHIND = 1024  # credit that a caller may owe while others go on, 64 MiB at most
 
 
-class Receiver(Protocol):
-    """The receiver of one caller's items."""
-
-    @property
-    def credit(self) -> int:
-        """Return how many small items the caller may be sent."""
-        ...
-
-    async def send_from_loop(self, item: Any) -> object:
-        """Send an item, also without credit."""
-
-    def call_when_credit(self, resume: Callable[[], None]) -> bool:
-        """Call `resume` once there is credit, or the caller has left; return False if there is."""
-        ...
-
-
 class StreamedBatch:
-    """The iteration of a batch of a generator, in the task that is running.
-
-    Args:
-        members: the calls of the batch.
-        can_interrupt: whether a step can be cancelled.
-    """
+    """The iteration of a batch of a generator, in the task that is running."""
 
     def __init__(self, members: "Sequence[QueuedCall]", *, can_interrupt: bool) -> None:
         self._members = members
@@ -59,7 +38,14 @@ class StreamedBatch:
         """Send the entries of each step to their callers until the end of `steps` or of all."""
         try:
             async with contextlib.aclosing(steps):
-                while self._remaining() and (entries := await self._step(steps)) is not None:
+                while self._remaining():
+                    self._is_stepping = True
+                    try:
+                        entries = await anext(steps, None)
+                    finally:
+                        self._is_stepping = False
+                    if entries is None:
+                        break
                     for member, entry in zip(self._members, entries, strict=True):
                         await _deliver(member, entry)
                     await self._wait_for_credit()
@@ -67,13 +53,6 @@ class StreamedBatch:
             for member in self._members:  # they and this are a cycle
                 member.on_leave = None
         return [None] * len(self._members)
-
-    async def _step(self, steps: AsyncGenerator[Sequence[Any], None]) -> Sequence[Any] | None:
-        self._is_stepping = True
-        try:
-            return await anext(steps, None)
-        finally:
-            self._is_stepping = False
 
     def _remaining(self) -> "list[QueuedCall]":
         return [each for each in self._members if not each.has_left]
@@ -114,23 +93,30 @@ async def _deliver(member: "QueuedCall", entry: Any) -> None:
 
 
 class LocalItems:
-    """The items of a batched generator that a caller of this process has not taken."""
+    """The items of a batched generator that a caller of this process has not taken.
+
+    `_server` has the same for a caller of another process, `StreamCall`.
+
+    Attributes:
+        credit: how many small items the caller may be sent.
+        wakeup: wakes the task that waits for the next item.
+    """
 
     def __init__(self) -> None:
         self.credit = INITIAL_CREDIT
         self.is_over = False
         self._items: deque[tuple[Any, int]] = deque()  # with their costs in credit
         self._failure: BaseException | None = None
-        self._wakeup = Wakeup()
+        self.wakeup = Wakeup()
         self._resume: Callable[[], None] | None = None
 
     async def send_from_loop(self, item: Any) -> None:
-        """Add an item: the very object."""
+        """Add an item: the very object, also without credit."""
         value = item.value if type(item) is SharedValue else item
         cost = credit_cost(_bytes_of(value))
         self._items.append((value, cost))
         self.credit -= cost
-        self._wakeup.set()
+        self.wakeup.set()
 
     def call_when_credit(self, resume: Callable[[], None]) -> bool:
         """Call `resume` once the consumer has taken an item; return False if there is credit."""
@@ -144,17 +130,13 @@ class LocalItems:
         if not self.is_over:
             self.is_over = True
             self._failure = answer if isinstance(answer, BaseException) else None
-            self._wakeup.set()
+            self.wakeup.set()
 
     def close(self) -> None:
         """Drop what has not been taken: the consumer has left."""
         self._items.clear()
         self.is_over, self._failure = True, None
-        self._wakeup.set()
-
-    def is_awaited(self) -> bool:
-        """Return whether a task waits for the next item."""
-        return self._wakeup.is_awaited()
+        self.wakeup.set()
 
     async def next(self) -> Any:
         """Return the next item. A failure is raised once, after the items before it."""
@@ -162,7 +144,7 @@ class LocalItems:
             if self.is_over:
                 failure, self._failure = self._failure, None
                 raise StopAsyncIteration if failure is None else failure
-            await self._wakeup.wait()
+            await self.wakeup.wait()
         item, cost = self._items.popleft()
         self.credit += cost
         resume, self._resume = self._resume, None
@@ -182,11 +164,8 @@ def _bytes_of(item: Any) -> int:
 class LocalStream(OnlyIterated, AsyncIterator[Any]):
     """The iterator of a caller of this process over a batched generator.
 
-    It joins the queue at the first `anext`. A cancelled wait loses nothing.
-
-    Args:
-        join: adds a call to the queue, and returns how to remove it.
-        name: name of the function.
+    It joins the queue at the first `anext`: `join` returns how to leave it. A cancelled wait loses
+    nothing.
     """
 
     def __init__(self, join: Callable[[LocalItems], Callable[[], object]], name: str) -> None:
@@ -200,7 +179,7 @@ class LocalStream(OnlyIterated, AsyncIterator[Any]):
         return f"<stream of {self._name}>"
 
     async def __anext__(self) -> Any:
-        if self._items.is_awaited():
+        if self._items.wakeup.is_awaited():
             raise RuntimeError("another task waits for the next item of this stream")
         join, self._join = self._join, None
         if join is not None:

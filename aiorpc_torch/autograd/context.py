@@ -39,9 +39,11 @@ RELEASE_DELAY = 2.0
 
 PEER_LOSS_DELAY = 0.5  # seconds for the membership to name the worker that broke a backward
 
-
 _OF_PLAIN_BACKWARD = "graphTask_ INTERNAL ASSERT FAILED"
 """Part of torch's error of `loss.backward()` through the result of a recorded call (2.14)."""
+
+
+_has_warned = False
 
 
 @functools.cache
@@ -62,9 +64,6 @@ def _warn_if_unrecorded() -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-_has_warned = False
 
 
 class Context:
@@ -114,24 +113,26 @@ class Context:
         if isinstance(exc, RuntimeError) and _OF_PLAIN_BACKWARD in str(exc):
             hint = "(in an autograd context write `await context.backward([loss])`, not "
             try_add_note(exc, f"{hint}`loss.backward()`)")
-        recording = self._require_entered()
+        recording = self._recording
+        assert recording is not None
         if current_record() is recording:
             enter_record(self._outer)
         recording.close()
+
+        def release() -> None:
+            with contextlib.suppress(RuntimeError):  # torch has stopped, or has released it
+                release_context(recording.id)
+
         # A result that arrives after the release would make the context again. The release does not
         # block: it erases the context here and sends messages. A thread for it would cost more.
-        recording.when_settled(lambda: _release(recording.id))
-
-    def _require_entered(self) -> ContextRecord:
-        if self._recording is None:
-            raise RuntimeError("this autograd context is not open: `async with context() as ctx`")
-        return self._recording
+        recording.when_settled(release)
 
     def _require_open(self) -> ContextRecord:
-        recording = self._require_entered()
-        if not recording.is_open:
+        if self._recording is None:
+            raise RuntimeError("this autograd context is not open: `async with context() as ctx`")
+        if not self._recording.is_open:
             raise RuntimeError("this autograd context was left, and its gradients are released")
-        return recording
+        return self._recording
 
     async def backward(
         self,
@@ -168,9 +169,16 @@ class Context:
             async with asyncio.timeout(time_left(due)) as bound, self._lock:
                 await self._backward(recording, checked, retain_graph)
         except TimeoutError:
-            if bound.expired():
-                raise CallTimeout(self._timeout_message(recording)) from None
-            raise
+            if not bound.expired():
+                raise
+            if (pending := recording.pending) != ["backward"]:
+                calls = ", ".join(pending)
+                text = f"backward() timed out before the end of {calls}; try again later"
+                raise CallTimeout(text) from None
+            raise CallTimeout(
+                f"backward() did not finish in time, after {recording.describe_calls()}. "
+                "If a method makes calls by plain torch RPC, its result must depend on theirs"
+            ) from None
 
     async def _backward(
         self, recording: ContextRecord, roots: list[Tensor], retain_graph: bool
@@ -209,14 +217,6 @@ class Context:
             self._failure = f"raised {exc!r}"
             raise
         self._failure = ""
-
-    def _timeout_message(self, recording: ContextRecord) -> str:
-        if (pending := recording.pending) != ["backward"]:
-            return f"backward() timed out before the end of {', '.join(pending)}; try again later"
-        return (
-            f"backward() did not finish in time, after {recording.describe_calls()}. "
-            "If a method makes calls by plain torch RPC, its result must depend on theirs"
-        )
 
     async def gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of this worker's tensors that `backward` has computed.
@@ -282,20 +282,13 @@ def _check(roots: Any) -> list[Tensor]:
         if not isinstance(root, Tensor):
             raise TypeError(f"roots must be tensors, got {root!r}")
         if root.numel() != 1 or not root.requires_grad:
+            got = f"one of shape {tuple(root.shape)}"
+            if not root.requires_grad:
+                got += ", which requires none"
             raise ValueError(
-                f"roots must be scalars that require a gradient, got {_describe(root)}: compute "
-                "them in this context, from results of calls"
+                f"roots must be scalars that require a gradient, got {got}: compute them in this "
+                "context, from results of calls"
             )
     if not found:
         raise ValueError("roots must not be empty")
     return found
-
-
-def _describe(root: Tensor) -> str:
-    needs = "" if root.requires_grad else ", which requires none"
-    return f"one of shape {tuple(root.shape)}{needs}"
-
-
-def _release(context_id: int) -> None:
-    with contextlib.suppress(RuntimeError):  # torch has stopped, or has released it
-        release_context(context_id)

@@ -34,13 +34,22 @@ class LocalOptimizer:
     def __init__(
         self, optimizer: type[Optimizer], rrefs: Sequence[RRef[Tensor]], options: dict[str, Any]
     ) -> None:
-        self._parameters = [_parameter(rref.local_value()) for rref in rrefs]
+        self._parameters = [rref.local_value() for rref in rrefs]
+        for each in self._parameters:
+            if not isinstance(each, Tensor):
+                kind = type(each).__name__
+                raise TypeError(f"params must be RRefs of tensors, got one of a {kind}")
         self._optimizer = optimizer(self._parameters, **options)
 
     def step(self, context: int) -> None:
         """Step with the gradients of a context; parameters without a gradient stay as they are."""
         with _step_lock:
-            gradients = _gradients(context)
+            try:
+                gradients = get_gradients(context)
+            except RuntimeError as exc:
+                if "find autograd context" not in safe_str(exc):
+                    raise
+                gradients = {}  # no call in it has reached this worker (torch 2.13, 2.15)
             before = [parameter.grad for parameter in self._parameters]
             try:
                 for parameter in self._parameters:
@@ -51,11 +60,7 @@ class LocalOptimizer:
                     parameter.grad = gradient
 
     def set(self, options: dict[str, Any]) -> None:
-        """Change options of all parameter groups.
-
-        Raises:
-            ValueError: if the optimizer has no such option.
-        """
+        """Change options of all parameter groups."""
         known = self._optimizer.defaults
         if unknown := options.keys() - known.keys():
             raise ValueError(
@@ -65,21 +70,6 @@ class LocalOptimizer:
         with _step_lock:
             for group in self._optimizer.param_groups:
                 group.update(options)
-
-
-def _gradients(context: int) -> dict[Tensor, Tensor]:
-    try:
-        return get_gradients(context)
-    except RuntimeError as exc:
-        if "find autograd context" not in safe_str(exc):
-            raise
-        return {}  # no call in it has reached this worker (torch 2.13, 2.15)
-
-
-def _parameter(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    raise TypeError(f"params must be RRefs of tensors, got one of a {type(value).__name__}")
 
 
 def _rrefs(module: Any) -> list[RRef[Tensor]]:

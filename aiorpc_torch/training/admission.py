@@ -28,16 +28,7 @@ class Ticket(NamedTuple):
 
 
 class Admission:
-    """The tickets of one limit.
-
-    Args:
-        max_staleness: maximum number of versions that a ticket may be behind; None for no maximum.
-        max_in_flight: maximum number of tickets that are out.
-        version: the version at the start.
-
-    Attributes:
-        version: the newest version that was announced.
-    """
+    """The tickets of one limit. `version` is the newest that was announced."""
 
     def __init__(self, max_staleness: int | None, max_in_flight: int, version: int = 0) -> None:
         if max_staleness is not None and not is_count(max_staleness):
@@ -66,10 +57,7 @@ class Admission:
         return self.version - min(self._running(), default=self.version)
 
     def may_start(self) -> bool:
-        """Return whether a rollout may start.
-
-        It may not if it would keep back a version that waits for older tickets.
-        """
+        """Return whether a rollout may start: not if it would keep back a version that waits."""
         is_fresh = all(self._allows(self.version, each) for each in self._proposed)
         return is_fresh and self.in_flight < self._max_in_flight
 
@@ -94,11 +82,7 @@ class Admission:
             del self._parked[ticket.number]
 
     def propose(self, version: int) -> None:
-        """Note a version that waits to be announced.
-
-        Raises:
-            ValueError: if it is no number of a version.
-        """
+        """Note a version that waits to be announced; ValueError if it is no number of one."""
         self._proposed.append(_checked(version))
 
     def withdraw(self, version: int) -> None:

@@ -15,7 +15,7 @@ from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, needed_by, place
 from .receiver import Receiver
 from .recovery import hold_copies
-from .snapshots import Snapshot, in_thread
+from .snapshots import in_thread
 
 
 async def follow(
@@ -162,11 +162,13 @@ class Follower:
         A forward of the module `into` in a thread needs none, nor does code on the event loop that
         awaits nothing. A newer version waits until the holds that exist have ended.
         """
-        return Hold(self, self._holds)
+        return Hold(self)
 
     async def aclose(self) -> None:
         """Stop following. The last version stays in its place."""
-        self._close()
+        self._receiver.close()
+        if self._hooks is not None:
+            self._hooks.remove()
         await asyncio.sleep(0)  # the pending call is cancelled
 
     async def __aenter__(self) -> "Follower":
@@ -178,11 +180,6 @@ class Follower:
     def __del__(self) -> None:
         if not self._loop.is_closed():  # in any thread
             self._loop.call_soon_threadsafe(self._receiver.close)
-
-    def _close(self) -> None:
-        self._receiver.close()
-        if self._hooks is not None:
-            self._hooks.remove()
 
     async def _begin(self) -> None:
         """Put the newest version in, and start to receive later ones."""
@@ -204,18 +201,14 @@ class Follower:
                 with self._holds.placing() as is_free:
                     # Who has entered meanwhile, out of patience, may have written into it.
                     if is_free and self._holds.entries == entries and not is_changed:
-                        self._place(number, snapshot)
+                        begun, tree = time.perf_counter(), snapshot.load()
+                        place(tree, self._into, copy=self._copy)
+                        self.version, self.state = number, tree
+                        self.pause, self._changed = time.perf_counter() - begun, time.monotonic()
                         break
             if is_changed and not await receiver.restore():
                 return
         receiver.changes.notify()
-
-    def _place(self, number: int, snapshot: Snapshot) -> None:
-        begun = time.perf_counter()
-        tree = snapshot.load()
-        place(tree, self._into, copy=self._copy)
-        self.version, self.state = number, tree
-        self.pause, self._changed = time.perf_counter() - begun, time.monotonic()
 
     def _numbers(self) -> dict[str, float]:
         age = time.monotonic() - self._changed
@@ -252,15 +245,14 @@ class _Versions(AsyncIterator[int]):
 class Hold:
     """A context in which a policy's version does not change. Made by `Follower.hold`."""
 
-    def __init__(self, policy: Follower, holds: Holds) -> None:
+    def __init__(self, policy: Follower) -> None:
         self._policy = policy
-        self._holds = holds
         self._inner: Any = None
 
     def __enter__(self) -> int:
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("`with policy.hold()` is for threads: use `async with` here")
-        self._inner = self._holds.in_thread()
+        self._inner = self._policy._holds.in_thread()
         self._inner.__enter__()
         return self._policy.version
 
@@ -268,7 +260,7 @@ class Hold:
         self._inner.__exit__(*exc)
 
     async def __aenter__(self) -> int:
-        self._inner = self._holds.in_task()
+        self._inner = self._policy._holds.in_task()
         await self._inner.__aenter__()
         return self._policy.version
 

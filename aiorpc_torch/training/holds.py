@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from .waiting import Changes
 
@@ -17,12 +18,12 @@ PATIENCE = 1.0
 """Seconds for which a new reader waits for a writer that waits for earlier readers."""
 
 
+@dataclass(eq=False)
 class _Reader:
     """One reader, and the readers inside it."""
 
-    def __init__(self, holds: "Holds") -> None:
-        self.holds = holds
-        self.depth = 1
+    holds: "Holds"
+    depth: int = 1
 
 
 _current: ContextVar[tuple[_Reader, ...]] = ContextVar("aiorpc_training_readers", default=())
@@ -44,22 +45,20 @@ class Holds:
     @contextlib.contextmanager
     def in_thread(self) -> Iterator[None]:
         """Read in a thread."""
-        if (reader := self._outer()) is None:
+        if (outer := self._outer()) is None:
             with self._condition:
                 self._condition.wait_for(lambda: not self._is_writing, PATIENCE)
-            reader = self._enter()
-        with self._inside(reader):
+        with self._inside(outer):
             yield
 
     @contextlib.asynccontextmanager
     async def in_task(self) -> AsyncIterator[None]:
         """Read in a coroutine."""
-        if (reader := self._outer()) is None:
+        if (outer := self._outer()) is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
                     await self._changes.until(lambda: not self._is_writing, "hold()")
-            reader = self._enter()
-        with self._inside(reader):
+        with self._inside(outer):
             yield
 
     def is_held_here(self) -> bool:
@@ -75,42 +74,33 @@ class Holds:
                     return reader
         return None
 
-    def _enter(self) -> _Reader:
-        with self._condition:  # the writer has it as it replaces the value
-            self._readers += 1
-            self.entries += 1
-        return _Reader(self)
-
     @contextlib.contextmanager
-    def _inside(self, reader: _Reader) -> Iterator[None]:
-        is_first = reader not in _current.get()
-        if is_first:
+    def _inside(self, outer: _Reader | None) -> Iterator[None]:
+        """Read inside of a reader, or as a new one."""
+        reader = outer or _Reader(self)
+        if outer is None:
+            with self._condition:  # the writer has it as it replaces the value
+                self._readers += 1
+                self.entries += 1
             _current.set((*_current.get(), reader))
         try:
             yield
         finally:  # maybe in another context: a generator may be closed by another task
-            if is_first:
+            if outer is None:
                 _current.set(tuple(each for each in _current.get() if each is not reader))
-            self._leave(reader)
-
-    def _leave(self, reader: _Reader) -> None:
-        with self._condition:
-            reader.depth -= 1
-            self._readers -= reader.depth == 0
-            must_tell = self._is_writing and not self._readers
-        if must_tell:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._changes.notify)
+            with self._condition:
+                reader.depth -= 1
+                self._readers -= reader.depth == 0
+                must_tell = self._is_writing and not self._readers
+            if must_tell:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._changes.notify)
 
     # ── the writer ──────────────────────────────────────────────────────────────────────────────
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Wait until no reader is left. Replace the value without an await then.
-
-        Raises:
-            CallTimeout: if the deadline passes.
-        """
+        """Wait until no reader is left. Replace the value without an await then."""
         what = "the change of the version"
         await self._changes.until(lambda: not self._is_writing, what)
         self._set_writing(True)

@@ -56,25 +56,23 @@ class Cuts:
         block = Block(self._memory, len(snapshot.blocks[name]))
         moved = dict[Place, Place | None]()
         for index, place in enumerate(snapshot.places):
-            if place is not None and place.block == name:
-                box = boxes.get(index, place.part.box)
-                moved[place._replace(checksum=None)] = _cut_one(snapshot, place, box, block)
+            if place is None or place.block != name:
+                continue
+            part, key = place.part, place._replace(checksum=None)
+            box = boxes.get(index, part.box)
+            if box is None or (box.size and not part.box.meet(box).size):
+                moved[key] = None
+                continue
+            tensor = place.view(snapshot.blocks)
+            if box.size:
+                box = part.box.meet(box)
+                tensor = box.of(tensor, part.box.offset)
+            else:  # an empty tensor, which is sent as one
+                tensor = tensor.new_empty(box.shape)
+            added = block.add(place_of(tensor, Slice(box, part.shape)), tensor)
+            data = added.bytes_in({block.name: block.written})
+            moved[key] = added._replace(checksum=checksum(data))
         return block, moved
-
-
-def _cut_one(snapshot: Snapshot, place: Place, box: Box | None, block: Block) -> Place | None:
-    part, view = place.part, place.view(snapshot.blocks)
-    if box is None:
-        return None
-    if box.size:
-        box = part.box.meet(box)
-        if not box.size:
-            return None
-        tensor = box.of(view, part.box.offset)
-    else:
-        tensor = view.new_empty(box.shape)
-    added = block.add(place_of(tensor, Slice(box, part.shape)), tensor)
-    return added._replace(checksum=checksum(added.bytes_in({block.name: block.written})))
 
 
 def _boxes(snapshot: Snapshot, wanted: Wanted) -> dict[int, Box | None]:
@@ -82,16 +80,12 @@ def _boxes(snapshot: Snapshot, wanted: Wanted) -> dict[int, Box | None]:
 
     A tensor of several names is wanted as far as under any of them.
     """
-    found = dict[int, Box | None]()
-    for name, index in snapshot.names():
-        place = snapshot.places[index]
-        if place is not None:
-            box, other = wanted.get(name, place.part.box), found.get(index)
-            found[index] = box.hull(other) if box and other else box or other
-    parts = {index: snapshot.places[index].part.box for index in found}  # type: ignore[union-attr]
-    return {
-        each: box for each, box in found.items() if not box or parts[each].meet(box) != parts[each]
-    }
+    found, here = dict[int, Box | None](), dict[int, Box]()
+    for name, index, place in snapshot.names():
+        here[index] = place.part.box
+        box, other = wanted.get(name, here[index]), found.get(index)
+        found[index] = box.hull(other) if box and other else box or other
+    return {i: box for i, box in found.items() if not box or here[i].meet(box) != here[i]}
 
 
 class PartsLackingError(ValueError):
@@ -102,46 +96,36 @@ def merge(trees: Sequence[Loaded], needed: Mapping[str, Box]) -> Any:
     """Return one tree of those of several publishers, with the `Parts` of each tensor in it.
 
     Mappings are joined, lists and tuples of one length and dataclasses too. Of other values, the
-    first publisher's counts.
-
-    Args:
-        trees: the trees, as from `Snapshot.loaded`.
-        needed: the slice that is needed of a tensor, by its name; others are needed whole.
-
-    Raises:
-        PartsLackingError: if a part of a tensor is nowhere.
+    first publisher's counts. `needed` has slices by names; other tensors are needed whole.
     """
-    parts = {key: part for each in trees for key, part in each.parts.items()}
-    return _merge([each.tree for each in trees], parts, needed, "")
+    parts = {key: part for _, found in trees for key, part in found.items()}
 
+    def merged(trees: Sequence[Any], name: str) -> Any:
+        first = trees[0]
+        if id(first) in parts:
+            found = [parts[id(each)] for each in trees if id(each) in parts]
+            return _merge_parts(found, needed, name)
+        if isinstance(first, Mapping):
+            joined: Any = copy.copy(first)  # with what a state dict has besides
+            alike = [each for each in trees if isinstance(each, Mapping)]
+            for key in dict.fromkeys(key for each in alike for key in each):
+                values = [each[key] for each in alike if key in each]
+                joined[key] = merged(values, f"{name}[{key!r}]")
+            return joined
+        alike = [each for each in trees if type(each) is type(first)]
+        if type(first) in (list, tuple) or hasattr(first, "_fields"):
+            columns = zip(*(each for each in alike if len(each) == len(first)), strict=True)
+            items = [merged(column, f"{name}[{index}]") for index, column in enumerate(columns)]
+            return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            joined = copy.copy(first)
+            for field in (each.name for each in dataclasses.fields(first)):
+                if values := [getattr(each, field) for each in alike if hasattr(each, field)]:
+                    object.__setattr__(joined, field, merged(values, f"{name}.{field}"))
+            return joined
+        return first
 
-def _merge(
-    trees: Sequence[Any], parts: Mapping[int, Part], needed: Mapping[str, Box], name: str
-) -> Any:
-    first = trees[0]
-    if id(first) in parts:
-        return _merge_parts([parts[id(each)] for each in trees if id(each) in parts], needed, name)
-    alike = [each for each in trees if _has_form(each, first)]
-
-    def merged(key: str, values: Sequence[Any]) -> Any:
-        return _merge(values, parts, needed, f"{name}{key}")
-
-    if isinstance(first, Mapping):
-        found: Any = copy.copy(first)  # with what a state dict has besides
-        for key in dict.fromkeys(key for each in alike for key in each):
-            found[key] = merged(f"[{key!r}]", [each[key] for each in alike if key in each])
-        return found
-    if type(first) in (list, tuple) or hasattr(first, "_fields"):
-        columns = enumerate(zip(*alike, strict=True))
-        items = [merged(f"[{index}]", column) for index, column in columns]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        found = copy.copy(first)
-        for each in dataclasses.fields(first):
-            if values := [getattr(tree, each.name) for tree in alike if hasattr(tree, each.name)]:
-                object.__setattr__(found, each.name, merged(f".{each.name}", values))
-        return found
-    return first
+    return merged([tree for tree, _ in trees], "")
 
 
 def _merge_parts(found: Sequence[Part], needed: Mapping[str, Box], name: str) -> Parts:
@@ -162,11 +146,3 @@ def _merge_parts(found: Sequence[Part], needed: Mapping[str, Box], name: str) ->
             "shapes there: name all of its publishers, as in follow(name, on=[...])"
         )
     return Parts([*places.values()], box)
-
-
-def _has_form(tree: Any, first: Any) -> bool:
-    """Return whether the items of two trees belong together."""
-    if isinstance(first, Mapping):
-        return isinstance(tree, Mapping)
-    is_sequence = isinstance(first, list | tuple)
-    return type(tree) is type(first) and (not is_sequence or len(tree) == len(first))

@@ -27,32 +27,33 @@ def needed_by(into: Into) -> dict[str, Box]:
 
 
 def place(tree: Any, into: Into, *, copy: bool = False) -> None:
-    """Put a version into its place, with `copy` in its memory. If this raises, nothing was changed.
-
-    Raises:
-        ValueError: if names or shapes differ.
-    """
+    """Put a version into its place, with `copy` in its memory, or raise and change nothing."""
     if into is None:
         return
     if isinstance(into, nn.Module):
-        _place_in_module(tree, into, copy=copy)
+        state = into.state_dict(keep_vars=True)
+        if all(isinstance(each, Tensor) for each in state.values()):
+            _assign(tree, state, copy=copy)
+        else:
+            into.load_state_dict(tree)
     elif isinstance(into, Mapping):
         _assign(tree, into, copy=copy)
     else:
         into(tree)
 
 
-def _place_in_module(tree: Any, module: nn.Module, *, copy: bool) -> None:
-    state = module.state_dict(keep_vars=True)
-    if all(isinstance(each, Tensor) for each in state.values()):
-        _assign(tree, state, copy=copy)
-    else:
-        module.load_state_dict(tree)
-
-
 def _assign(tree: Any, targets: Mapping[str, Any], *, copy: bool) -> None:
-    _check(tree, targets)
+    if not isinstance(tree, Mapping):
+        kind = type(tree).__name__
+        raise ValueError(f"`into` takes dicts of tensors, such as a state dict, got {kind}")
+    if tree.keys() != targets.keys():
+        names = _difference(tree, targets)
+        raise ValueError(f"the version and `into` have different names: {names}")
     with torch.no_grad():
+        for name, given in targets.items():
+            if tree[name].shape != local(given).shape:
+                shapes = f"{tuple(tree[name].shape)} in the version, {tuple(given.shape)} in `into`"
+                raise ValueError(f"{name!r} has the shape {shapes}")
         pairs = [(name, each, local(each), tree[name]) for name, each in targets.items()]
         copied = {name for name, *given in pairs if copy or _is_copied(*given)}
         for name, _, target, _ in pairs:
@@ -73,36 +74,26 @@ def _is_copied(given: Any, target: Tensor, value: Tensor) -> bool:
     return not is_same or target is not given or (target.is_cpu and target.is_shared())
 
 
-def _check(tree: Any, targets: Mapping[str, Any]) -> None:
-    if not isinstance(tree, Mapping):
-        kind = type(tree).__name__
-        raise ValueError(f"`into` takes dicts of tensors, such as a state dict, got {kind}")
-    if tree.keys() != targets.keys():
-        names = _difference(tree, targets)
-        raise ValueError(f"the version and `into` have different names: {names}")
-    with torch.no_grad():
-        for name, target in targets.items():
-            if tree[name].shape != local(target).shape:
-                shapes = (
-                    f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
-                )
-                raise ValueError(f"{name!r} has the shape {shapes}")
-
-
 def _difference(tree: Mapping[str, Any], targets: Mapping[str, Any]) -> str:
     """Return the names that one of both lacks, and the remedy."""
     missing, more = targets.keys() - tree.keys(), tree.keys() - targets.keys()
     sides = [("the version", missing), ("`into`", more)]
     lacks = [f"{who} lacks {', '.join(sorted(map(str, each)))}" for who, each in sides if each]
-    if parts := [key for key, part in tree.items() if _has_names(part, targets)]:
+    names = targets.keys()
+    if parts := [
+        k for k, part in tree.items() if isinstance(part, Mapping) and part.keys() == names
+    ]:
         remedy = f"for a part, into=lambda tree: model.load_state_dict(tree[{parts[0]!r}])"
     else:
         remedy = "if several workers publish parts of it, name all, as in follow(name, on=[...])"
     return "; ".join([*lacks, remedy])
 
 
-def _has_names(part: Any, targets: Mapping[str, Any]) -> bool:
-    return isinstance(part, Mapping) and part.keys() == targets.keys()
+class _Entered(threading.local):
+    """The holds that forwards in this thread have entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.holds: list[contextlib.AbstractContextManager[None]] = []
 
 
 class ForwardHolds:
@@ -114,7 +105,7 @@ class ForwardHolds:
     def __init__(self, module: nn.Module, holds: Holds) -> None:
         self._holds = holds
         self._loop_thread = threading.get_ident()
-        self._local = threading.local()
+        self._entered = _Entered()
         before = module.register_forward_pre_hook(self._begin)
         after = module.register_forward_hook(self._end, always_call=True)
         self._hooks = before, after
@@ -126,16 +117,10 @@ class ForwardHolds:
 
     def _begin(self, *_: Any) -> None:
         if threading.get_ident() != self._loop_thread:
-            stack = contextlib.ExitStack()
-            stack.enter_context(self._holds.in_thread())
-            self._stacks().append(stack)
+            hold = self._holds.in_thread()
+            hold.__enter__()
+            self._entered.holds.append(hold)
 
     def _end(self, *_: Any) -> None:
-        if threading.get_ident() != self._loop_thread and (stacks := self._stacks()):
-            stacks.pop().close()
-
-    def _stacks(self) -> list[contextlib.ExitStack]:
-        found: list[contextlib.ExitStack] | None = getattr(self._local, "stacks", None)
-        if found is None:
-            found = self._local.stacks = []
-        return found
+        if threading.get_ident() != self._loop_thread and (holds := self._entered.holds):
+            holds.pop().__exit__(None, None, None)

@@ -1,7 +1,7 @@
 """The receiver of versions: it has the newest whole version of one publisher, or of several.
 
 It goes on with a publisher's replacement process. A task of its own receives, outside of every
-deadline. (tests/unit/training/test_receiver.py)
+deadline. A `Source` is one publisher as it knows it. (tests/unit/training/test_receiver.py)
 """
 
 import asyncio
@@ -9,14 +9,26 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from .. import CallTimeout, NotInWorld, RpcError, WorkerGone
+from .. import (
+    CallTimeout,
+    NotInWorld,
+    RpcError,
+    RRef,
+    UnknownWorker,
+    WorkerGone,
+    lookup,
+    register,
+    remote,
+    timeout as bounded,
+)
 from .joining import PartsLackingError, merge
-from .shards import Box, assign
-from .snapshots import Memory, Snapshot, snapshot_in_thread
-from .source import Source, may_come_again
+from .relays import Relay, own_host
+from .shards import NOTHING, Box, Wanted, assign
+from .snapshots import Memory, Snapshot, Taking
 from .waiting import Changes
+from .weights import Weights
 
 T = TypeVar("T")
 
@@ -25,12 +37,104 @@ log = logging.getLogger("aiorpc_torch")
 REPLACEMENT_TIMEOUT = 60.0
 """Seconds after a publisher's loss in which waits go on: its replacement process may register."""
 
+PAUSE = 0.05
+"""Seconds before another try with a publisher that has gone."""
+
+RELAY_TIMEOUT = 5.0
+"""Seconds for a relay to be there; then another is named."""
+
+
+def may_come_again(gone: WorkerGone, on: object) -> bool:
+    """Return whether a publisher on worker `on` may come after the last one has gone."""
+    return gone.may_return or on is None  # any other worker may register one
+
+
+class Source:
+    """The way from a publisher to this process: straight, or by way of a relay on this host.
+
+    Attributes:
+        publisher: the weights, since `find`.
+        relay: worker of the relay, None without.
+        wanted: the slices that are wanted by way of the relay.
+        newest: number of the newest version that it is known to have published.
+        last: the last version that came from it, whose blocks are not sent again.
+    """
+
+    publisher: RRef[Weights]
+    _sender: RRef[Any]  # the publisher, or the relay
+
+    def __init__(self, name: str, on: str | int | None, host: str | None) -> None:
+        self.relay: str | None = None
+        self.wanted: Wanted = NOTHING
+        self.newest = -1
+        self.last: Snapshot | None = None
+        self._name, self._on = name, on
+        self._host = own_host() if host is None else host
+
+    async def find(self, lost: str | None = None, timeout: float | None = None) -> None:
+        """Find the publisher, and the relay of this host if there is one, other than `lost`.
+
+        The name must be registered within `timeout`, None for no bound but the caller's.
+        """
+        me = RRef(self).owner_name()  # of any object of this worker
+        while True:
+            with bounded(timeout):
+                publisher: RRef[Weights] = await lookup(self._name, on=self._on)
+            try:
+                relay, name = await remote(publisher).source(self._host, me, lost)
+            except AttributeError as exc:
+                where = "" if self._on is None else f" on worker {self._on!r}"
+                text = f"{self._name!r}{where} is no Weights: register one there"
+                raise TypeError(text) from exc
+            except WorkerGone as exc:  # once more; `lookup` raises if none will come
+                if not may_come_again(exc, self._on):
+                    raise
+                await asyncio.sleep(PAUSE)  # the worker is known to have left some moments later
+                continue
+            if relay == me:
+                with contextlib.suppress(ValueError):  # it is registered
+                    register(name, Relay(name, publisher))
+            try:
+                sender: RRef[Any] = publisher
+                if relay is not None:
+                    with bounded(RELAY_TIMEOUT):
+                        sender = await lookup(name, on=relay)
+            except (CallTimeout, WorkerGone, UnknownWorker):  # it may have left before we came
+                if relay == me:
+                    raise
+                lost = relay
+            else:
+                self.publisher, self._sender, self.relay = publisher, sender, relay
+                return
+
+    async def kept(self, seen: int, least: int = -1) -> tuple[int, int]:
+        """Wait for version `least`; return the numbers of the oldest and newest that are kept."""
+        found: tuple[int, int] = await remote(self.publisher).kept(seen, least)
+        self.newest = max(self.newest, found[1])
+        return found
+
+    async def receive(self, method: Literal["after", "get"], number: int) -> tuple[int, Snapshot]:
+        """Receive version `number`, or wait for one after it; if the relay is lost, by another."""
+        while True:
+            own = {} if self.last is None else self.last.blocks
+            wanted = NOTHING if self.relay is None else self.wanted
+            try:
+                ask = getattr(remote(self._sender), method)
+                found, head, sent = await ask(number, [*own], wanted)
+                break
+            except WorkerGone as exc:
+                # A relay reports the loss of the publisher with the same class.
+                if self.relay is None or getattr(exc, "worker", self.relay) != self.relay:
+                    raise
+                await self.find(self.relay)
+        self.last = Snapshot.received(head, sent, own)
+        return found, self.last
+
 
 class Receiver:
     """The receiver of the versions of a name. Confined to its event loop.
 
     Args:
-        name: name of the weights.
         on: worker of the publisher, None for any; or the workers of several.
         poll: minimum seconds between two versions, None for no minimum.
         on_version: is awaited for each version, if given.
@@ -79,28 +183,14 @@ class Receiver:
         """Return the number of the newest version, -1 before the first."""
         return -1 if self.newest is None else self.newest[0]
 
-    @property
-    def relays(self) -> list[str | None]:
-        """Return the worker of this host's relay of each publisher, None where there is none."""
-        return [each.relay for each in self._sources]
-
     async def first(self) -> None:
-        """Receive the newest version now, within the caller's deadline.
-
-        Raises:
-            CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
-            ValueError: if the publishers have no whole version, or have different ones.
-        """
+        """Receive the newest version now, within the caller's deadline."""
         await self._find()
         # A relay may have an older one: nothing has asked it for the newest.
         await self._receive_next(self.version if self._is_joined else await self._available() - 1)
 
     async def update(self) -> None:
-        """Receive the newest version, if there is one, and the publisher is there.
-
-        Raises:
-            CallTimeout: if the deadline passes.
-        """
+        """Receive the newest version, if there is one, and the publisher is there."""
         losses = self._losses
         try:
             if (newest := await self._available()) > self.version:
@@ -115,7 +205,7 @@ class Receiver:
         """
         self._is_spoiled = True
         for source in self._sources:
-            source.forget()
+            source.last = None  # the next version travels whole
         if await self._available() < self.version:
             return False
         await self._receive(self.version - 1)
@@ -124,27 +214,30 @@ class Receiver:
     async def until(self, version: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until this version or a later one is received, or `is_over()`.
 
-        Raises:
-            CallTimeout: if the deadline passes.
-            Exception: that has ended the task, such as WorkerLost.
+        What has ended the task is raised here, such as WorkerLost.
         """
+
+        def has() -> bool:
+            return self.version >= version and not self._is_spoiled
+
         self.start()
         self._wanted.append(version)
         self.changes.notify()
         try:
             await self.changes.until(
-                lambda: self._has(version) or is_over() or self._has_ended(),
+                lambda: has() or is_over() or self._is_closed or self._error is not None,
                 f"the wait for version {version} of {self._name!r}",
-                _Published(self._sources) if self._is_joined else None,
+                self._known if self._is_joined else None,
             )
         finally:
             self._wanted.remove(version)
         self.check_open()
-        if not self._has(version) and self._error is not None:
+        if not has() and self._error is not None:
             raise self._error
 
-    def _has(self, version: int) -> bool:
-        return self.version >= version and not self._is_spoiled
+    def _known(self) -> str:
+        known = [f"{each.publisher.owner_name()!r} {each.newest}" for each in self._sources]
+        return f"the newest that is known of each publisher: {', '.join(known)}"
 
     def check_open(self) -> None:
         """Raise RuntimeError if this receiver is closed."""
@@ -169,16 +262,19 @@ class Receiver:
 
     # ── its task ────────────────────────────────────────────────────────────────────────────────
 
-    def _has_ended(self) -> bool:
-        return self._is_closed or self._error is not None
-
     async def _run(self) -> None:
         """Receive versions until a publisher is gone for good."""
         try:
             while True:
                 try:
                     await self._receive_next(self.version)
-                    await self._pause()
+                    if self._poll is not None:  # until then, or until a task waits for the next
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(self._poll):
+                                await self.changes.until(
+                                    lambda: max(self._wanted, default=-1) > self.version,
+                                    "the pause between versions",
+                                )
                 except CallTimeout as late:  # of the search for another relay
                     await self._find_again(late)
                 except WorkerGone as lost:
@@ -194,9 +290,6 @@ class Receiver:
         """Wait until the publisher's replacement process has registered its weights.
 
         Waits fail after `REPLACEMENT_TIMEOUT`, but the replacement process may come at any time.
-
-        Raises:
-            WorkerLost: if none will come.
         """
         self._losses += 1
         self.changes.notify()
@@ -215,15 +308,6 @@ class Receiver:
         await together(each.find(timeout=timeout) for each in self._sources)
         self._is_planned = False
 
-    async def _plan(self, number: int) -> None:
-        """Decide what each source sends of versions like this one."""
-        slices = await together(each.slices(number) for each in self._sources)
-        workers = [each.worker for each in self._sources]
-        wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
-        for each in self._sources:
-            each.wanted = wanted[each.worker]
-        self._is_planned = True
-
     async def _receive_next(self, seen: int) -> None:
         """Receive a version newer than `seen`."""
         await self._receive(seen)
@@ -238,20 +322,18 @@ class Receiver:
             log.warning(text, self.version, self._name, exc_info=True)
 
     async def _receive(self, seen: int) -> None:
-        number, snapshot = await (self._joined(seen) if self._is_joined else self._lone(seen))
+        if self._is_joined:
+            number, snapshot = await self._joined(seen)
+        else:
+            number, snapshot = await self._sources[0].receive("after", seen)
+            if not snapshot.is_whole:
+                raise ValueError(
+                    f"{self._name!r} has shards of DTensors: name the workers of all its "
+                    "publishers, as in follow(name, on=[...])"
+                )
         if number >= self.version:
             self.newest, self._is_spoiled = (number, snapshot), False
         self.changes.notify()
-
-    async def _lone(self, seen: int) -> tuple[int, Snapshot]:
-        """Return the newest version of the one publisher, once it is newer than `seen`."""
-        number, snapshot = await self._sources[0].after(seen)
-        if not snapshot.is_whole:
-            raise ValueError(
-                f"{self._name!r} has shards of DTensors: name the workers of all its publishers, "
-                "as in follow(name, on=[...])"
-            )
-        return number, snapshot
 
     async def _joined(self, seen: int) -> tuple[int, Snapshot]:
         """Return the newest version that all publishers have, once it is newer than `seen`."""
@@ -273,39 +355,23 @@ class Receiver:
                 self._is_planned = False
 
     async def _join(self, number: int) -> Snapshot:
-        if not self._is_planned:
-            await self._plan(number)
-        found = await together(each.get(number) for each in self._sources)
-        tree = merge([each.loaded() for _, each in found], self._needed)
+        if not self._is_planned:  # what each source sends of versions like this one
+            slices = await together(remote(each.publisher).slices(number) for each in self._sources)
+            workers = [each.publisher.owner_name() for each in self._sources]
+            wanted = assign(dict(zip(workers, slices, strict=True)), self._needed)
+            for each, worker in zip(self._sources, workers, strict=True):
+                each.wanted = wanted[worker]
+            self._is_planned = True
+        found = await together(each.receive("get", number) for each in self._sources)
+        others = [snapshot for _, snapshot in found]
+        tree = merge([snapshot.loaded() for snapshot in others], self._needed)
         before = None if self.newest is None else self.newest[1]
-        others = [each for _, each in found]
-        return await snapshot_in_thread(tree, self._memory, before, others)
+        return await Taking(tree, self._memory, before, others).take_in_thread()
 
     async def _available(self) -> int:
         """Return the number of the newest version that can be had now, -1 without one."""
         number, oldest = common(await together(each.kept(self.version) for each in self._sources))
         return number if number >= oldest else -1
-
-    async def _pause(self) -> None:
-        """Wait for the time between two versions, or until a task waits for the next."""
-        if self._poll is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll):
-                    await self.changes.until(self._is_wanted, "the pause between versions")
-
-    def _is_wanted(self) -> bool:
-        return max(self._wanted, default=-1) > self.version
-
-
-class _Published:
-    """The newest versions of publishers, for the text of an error."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-
-    def __repr__(self) -> str:
-        each = ", ".join(f"{source.worker!r} {source.newest}" for source in self._sources)
-        return f"the newest that is known of each publisher: {each}"
 
 
 def common(kept: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -8,13 +8,13 @@ import asyncio
 import logging
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from .. import RpcError, RRef, WorkerGone, lookup, members, register, remote
 from .receiver import Receiver
-from .relays import Version, own_host, version_of
-from .snapshots import Snapshot
+from .relays import own_host
+from .snapshots import Snapshot, Version
 
 K = TypeVar("K")
 
@@ -61,7 +61,18 @@ async def recover(name: str) -> Recovered | None:
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
-    answers, failures = await _ask_all(await members(_name_of(name)))
+    holders, host = [*await members(_name_of(name))], own_host()
+    questions = (remote(each).newest() for each in holders)
+    replies = await asyncio.gather(*questions, return_exceptions=True)
+    answers, failures = dict[RRef[Copies], Answer](), list[RpcError]()
+    for holder, reply in zip(holders, replies, strict=True):
+        if isinstance(reply, RpcError):
+            failures.append(reply)
+        elif isinstance(reply, BaseException):
+            raise reply
+        else:
+            is_intact, version, where = reply
+            answers[holder] = Answer(is_intact, version, where == host)
     for holder in in_order(answers):
         try:
             number, head, blocks = await remote(holder).take()
@@ -99,59 +110,29 @@ def in_order(answers: Mapping[K, Answer]) -> list[K]:
     return sorted(held, key=answers.__getitem__, reverse=True)
 
 
-async def _ask_all(
-    holders: Iterable[RRef["Copies"]],
-) -> tuple[dict[RRef["Copies"], Answer], list[RpcError]]:
-    """Return what each worker holds, and the errors of the others."""
-    host, asked = own_host(), [*holders]
-    questions = (remote(each).newest() for each in asked)
-    found, failures = dict[RRef[Copies], Answer](), list[RpcError]()
-    replies = await asyncio.gather(*questions, return_exceptions=True)
-    for holder, reply in zip(asked, replies, strict=True):
-        if isinstance(reply, RpcError):
-            failures.append(reply)
-        elif isinstance(reply, BaseException):
-            raise reply
-        else:
-            is_intact, version, where = reply
-            found[holder] = Answer(is_intact, version, where == host)
-    return found, failures
-
-
 class Copies:
-    """The versions that the followers of one name hold on this worker."""
+    """The versions that the followers of one name hold on this worker, as long as they live."""
 
     def __init__(self) -> None:
-        self._receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
+        self.receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:  # with device maps, torch pickles what an RRef is made of
         return Copies, ()
 
-    def add(self, receiver: Receiver) -> None:
-        """Note a follower of this worker, as long as it lives."""
-        self._receivers.add(receiver)
-
     async def newest(self) -> tuple[bool, int, str]:
-        """Return whether the version that is held is intact, its number, and this host.
-
-        The number is -1 without one.
-        """
+        """Return whether the version that is held is intact, its number or -1, and this host."""
         is_intact, number, _ = self._best()
         return is_intact, number, own_host()
 
     async def take(self) -> Version:
-        """Return the version that is held.
-
-        Raises:
-            RpcError: if it is gone.
-        """
+        """Return the version that is held; RpcError if it is gone."""
         _, number, snapshot = self._best()
         if snapshot is None:
             raise RpcError("the follower has gone")
-        return version_of(number, snapshot, ())
+        return snapshot.sent(number, ())
 
     def _best(self) -> tuple[bool, int, Snapshot | None]:
-        newest = [each.newest for each in [*self._receivers] if each.newest is not None]
+        newest = [each.newest for each in [*self.receivers] if each.newest is not None]
         held = [
             (snapshot.is_intact, number, snapshot)
             for number, snapshot in newest
@@ -168,7 +149,7 @@ async def hold_copies(name: str, receiver: Receiver) -> None:
     except ValueError:  # there are others on this worker
         own = RRef(copies).owner_name()
         copies = (await lookup(_name_of(name), on=own)).local_value()
-    copies.add(receiver)
+    copies.receivers.add(receiver)
 
 
 def _name_of(weights: str) -> str:

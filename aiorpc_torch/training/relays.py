@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor
-
-from .. import NotInWorld, RRef, register, remote, unregister
+from .. import NotInWorld, RRef, remote, unregister
 from .._aio.host import this_host
 from .shards import Box, Wanted, has_all, union
-from .snapshots import Snapshot
+from .snapshots import Snapshot, Version
 from .waiting import ends_at_leave, idles
 
 IDLE = 60.0
@@ -28,50 +26,17 @@ IDLE = 60.0
 Key = tuple[str, int, frozenset[tuple[str, Box | None]]]
 """A transfer: the publisher's method, its number, and what is wanted."""
 
-Version = tuple[int, bytes, dict[str, Tensor]]
-"""A version on its way: its number, the head of its `Snapshot`, and the blocks that are sent."""
-
-
-def version_of(number: int, snapshot: Snapshot, has: Collection[str]) -> Version:
-    """Return a version for a follower that has some of its blocks."""
-    return number, snapshot.head, snapshot.but(has)
-
 
 def own_host() -> str:
     """Return the name of the host whose followers share a relay; where unknown, of this process."""
     return this_host() or f"{socket.gethostname()} {os.getpid()}"
 
 
-class Hosts:
-    """The relays that a publisher has named."""
-
-    def __init__(self) -> None:
-        self._own = own_host()
-        self._relays: dict[str, str] = {}  # worker, by host
-
-    def relay_for(self, host: str, worker: str, lost: str | None) -> str | None:
-        """Return the worker of the relay of a host; None for the publisher's own host.
-
-        Args:
-            host: host of a follower.
-            worker: worker of that follower, which becomes the relay if there is none.
-            lost: the relay that the follower has found lost.
-        """
-        if host == self._own:
-            return None
-        if self._relays.get(host, lost) == lost:
-            self._relays[host] = worker
-        return self._relays[host]
-
-
 class Relay:
     """The versions of a publisher of another host, for the followers of this host.
 
-    It asks for all that its followers want, so each byte of a version crosses the line once.
-
-    Args:
-        name: name under which this relay is registered.
-        publisher: RRef of the weights.
+    It asks for all that its followers want, so each byte of a version crosses the line once. It is
+    registered as `name`.
     """
 
     def __init__(self, name: str, publisher: RRef[Any]) -> None:
@@ -90,11 +55,7 @@ class Relay:
         return await self._answer("after", seen, has, wanted)
 
     async def get(self, number: int, has: Collection[str], wanted: Wanted) -> Version:
-        """Return a version that the publisher keeps.
-
-        Raises:
-            LookupError: if it does not.
-        """
+        """Return a version; LookupError if the publisher does not keep it."""
         return await self._answer("get", number, has, wanted)
 
     async def _answer(
@@ -102,10 +63,14 @@ class Relay:
     ) -> Version:
         self._stop_idling()
         self._wanted = dict(wanted) if self._wanted is None else union(self._wanted, wanted)
-        while (found := self._find(method, number, wanted)) is None:
+        while True:
+            for each in sorted(self._held, reverse=True):
+                snapshot, held = self._held[each]
+                is_asked = each == number if method == "get" else each > number
+                if is_asked and has_all(held, wanted):
+                    return snapshot.sent(each, has)
             # Also of another follower's number: the publisher learns from it what was seen.
             await self._transferred((method, number, frozenset(self._wanted.items())))
-        return version_of(found, self._held[found][0], has)
 
     async def _transferred(self, key: Key) -> None:
         """Wait for a transfer, which lasts as long as anyone waits for it."""
@@ -136,15 +101,6 @@ class Relay:
         if self._transfers.get(key) is task:
             del self._transfers[key]
 
-    def _find(self, method: str, number: int, wanted: Wanted) -> int | None:
-        """Return the number of a version that is here and has what is wanted."""
-        fits = [
-            each
-            for each, (_, held) in self._held.items()
-            if (each == number if method == "get" else each > number) and has_all(held, wanted)
-        ]
-        return max(fits, default=None)
-
     async def _receive(self, key: Key) -> None:
         method, number, items = key
         wanted = dict(items)
@@ -168,9 +124,3 @@ class Relay:
                 del self._held[each]
         finally:
             self._forget(key, asyncio.current_task())
-
-
-def start_relay(name: str, publisher: RRef[Any]) -> None:
-    """Register the relay of this worker, unless it is."""
-    with contextlib.suppress(ValueError):
-        register(name, Relay(name, publisher))

@@ -1,5 +1,7 @@
 """A replay buffer whose inserts and samples wait for each other: `Replay`."""
 
+import functools
+import math
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -88,7 +90,8 @@ class Replay:
             raise TypeError(f"storage must have extend(items) and sample(size), got {storage!r}")
         if not (limit is None or isinstance(limit, SampleLimit)):
             raise TypeError(f"limit must be a SampleLimit, got {limit!r}")
-        self._limit = limit
+        self._has_limit = limit is not None
+        self._limit = SampleLimit(1, min_size=1, slack=math.inf) if limit is None else limit
         self._inserts, self._samples = Line(), Line()
         self._inserted = self._sampled = 0
         self._version: int | None = None
@@ -96,7 +99,7 @@ class Replay:
 
     def __repr__(self) -> str:
         waiting = f"{len(self._inserts)} inserts and {len(self._samples)} samples waiting"
-        limit = "" if self._limit is None else f", {self._limit!r}"
+        limit = f", {self._limit!r}" if self._has_limit else ""
         return f"<Replay {self._inserted} in, {self._sampled} out, {waiting}{limit}>"
 
     @property
@@ -127,11 +130,14 @@ class Replay:
             CallTimeout: if the deadline passes; the item was not inserted.
         """
         with parked(ticket):  # the learner, which samples, may wait for this rollout in `advance`
-            await self._inserts.turn(self._may_insert, "the insert", self)
-        self._add(item)
+            await self._inserts.turn(self._limit.may_insert, "the insert", self.__repr__)
+        # `extend` of torchrl's TensorDictReplayBuffer takes no list.
+        if (add := getattr(self.storage, "add", None)) is not None:
+            add(item)
+        else:
+            self.storage.extend([item])
         self._inserted += 1
-        if self._limit is not None:
-            self._limit.insert()
+        self._limit.insert()
         if ticket is not None:
             self._version = max(ticket.version, self._version or 0)
         self._notify()
@@ -149,11 +155,11 @@ class Replay:
         """
         if not is_count(size, 1):
             raise ValueError(f"a sample must have at least 1 item, got {size!r}")
-        await self._samples.turn(lambda: self._may_sample(size), "the sample", self)
+        is_ready = functools.partial(self._limit.may_sample, size)
+        await self._samples.turn(is_ready, "the sample", self.__repr__)
         found = self.storage.sample(size)
         self._sampled += size
-        if self._limit is not None:
-            self._limit.sample(size)
+        self._limit.sample(size)
         self._notify()
         return found
 
@@ -170,19 +176,6 @@ class Replay:
         if hasattr(storage, "__len__"):
             found["aiorpc_replay_items"] = len(storage)
         return found
-
-    def _add(self, item: Any) -> None:
-        # `extend` of torchrl's TensorDictReplayBuffer takes no list.
-        if (add := getattr(self.storage, "add", None)) is not None:
-            add(item)
-        else:
-            self.storage.extend([item])
-
-    def _may_insert(self) -> bool:
-        return self._limit is None or self._limit.may_insert()
-
-    def _may_sample(self, size: int) -> bool:
-        return self._inserted > 0 if self._limit is None else self._limit.may_sample(size)
 
     def _notify(self) -> None:
         self._inserts.notify()

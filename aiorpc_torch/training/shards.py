@@ -62,6 +62,9 @@ class Slice(NamedTuple):
 Wanted = Mapping[str, Box | None]
 """The slices that are wanted of the tensors named; None for nothing. Others are wanted whole."""
 
+NOTHING: Wanted = {}
+"""No wish for slices: all tensors are wanted whole."""
+
 
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor, or a parameter of one."""
@@ -79,9 +82,6 @@ def slice_of(tensor: Any) -> Slice:
 
     As `torch.chunk` does, `Shard(dim)` on n processes gives each ceil(size / n) rows of `dim`, and
     the last ones what is left (torch.distributed.tensor, "Placement types").
-
-    Raises:
-        TypeError: if a placement is neither `Shard` nor `Replicate`.
     """
     mesh = tensor.device_mesh
     box = whole(tensor.shape)
@@ -109,13 +109,7 @@ def assign(
 ) -> dict[str, dict[str, Box | None]]:
     """Return what is wanted of each publisher, so that every slice comes from one of them.
 
-    Args:
-        publishers: the slices that each publisher has, by the tensor's name.
-        needed: the slices that are needed; of other tensors all is.
-
-    Raises:
-        ValueError: if publishers have tensors of different shapes under one name, or if they lack a
-            part of one.
+    Slices are known by the tensor's name. Of tensors that are not in `needed` all is.
     """
     wanted: dict[str, dict[str, Box | None]] = {each: {} for each in publishers}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -107,11 +107,11 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
-class Loaded(NamedTuple):
-    """A tree, and the part that each of its tensors is, by the tensor's `id`."""
+Loaded = tuple[Any, dict[int, Part]]
+"""A tree, and the part that each of its tensors is, by the tensor's `id`."""
 
-    tree: Any
-    parts: dict[int, Part]
+Version = tuple[int, bytes, dict[str, Tensor]]
+"""A version on its way: its number, the head of its `Snapshot`, and the blocks that are sent."""
 
 
 class Parts(NamedTuple):
@@ -119,13 +119,6 @@ class Parts(NamedTuple):
 
     parts: list[tuple[Place, Tensor]]
     box: Box
-
-    def copy_to(self, target: Tensor) -> None:
-        """Copy what is needed of the parts to a tensor of the shape of the slice."""
-        for place, tensor in self.parts:
-            box = place.part.box.meet(self.box)
-            if box.size:
-                box.of(target, self.box.offset).copy_(box.of(tensor, place.part.box.offset))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,37 +165,40 @@ class Snapshot:
         """Return whether it has all of each tensor."""
         return all(each is not None and each.slice is None for each in self.places)
 
-    def but(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the blocks that are not among these."""
-        return {name: data for name, data in self.blocks.items() if name not in names}
+    def sent(self, number: int, has: Collection[str]) -> Version:
+        """Return what is sent of it as version `number` to a follower that has some blocks."""
+        return number, self.head, {k: data for k, data in self.blocks.items() if k not in has}
 
     def load(self) -> Any:
         """Return the tree; its tensors are views of the blocks."""
-        return _Reader(self.tree, self._tensor).load()
+        return self.loaded()[0]
 
-    def loaded(self) -> "Loaded":
+    def loaded(self) -> Loaded:
         """Return the tree, and the part that each of its tensors is."""
         parts = dict[int, Part]()
 
         def read(index: int) -> Tensor:
             place = self.places[index]
             tensor = torch.empty(0) if place is None else place.view(self.blocks)
+            # torch reads the state of a random generator at the start of its storage (2.11-2.15).
+            if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.nbytes <= MAX_STATE:
+                tensor = tensor.clone()
             parts[id(tensor)] = Part(index, place, tensor)
             return tensor
 
-        return Loaded(_Reader(self.tree, read).load(), parts)
+        return _Reader(self.tree, read).load(), parts
 
-    def names(self) -> Iterator[tuple[str, int]]:
-        """Return the names that tensors have in the tree, each with the index of its place."""
+    def names(self) -> Iterator[tuple[str, int, Place]]:
+        """Return the names of tensors in the tree, each with its place and the place's index."""
         tree, parts = self.loaded()
         for name, tensor in tensors(tree):
-            if (part := parts.get(id(tensor))) is not None:  # else it is made of others
-                yield name, part.position
+            part = parts.get(id(tensor))  # None if it is made of others
+            if part is not None and part.place is not None:
+                yield name, part.position, part.place
 
     def slices(self) -> dict[str, Slice]:
         """Return what is here of each tensor, by its name in the tree."""
-        found = ((name, self.places[index]) for name, index in self.names())
-        return {name: place.part for name, place in found if place is not None}
+        return {name: place.part for name, _, place in self.names()}
 
     def changed(self) -> set[str]:
         """Return the blocks that were here before, and whose bytes have changed since."""
@@ -220,15 +216,6 @@ class Snapshot:
         """Return whether its tensors are as they were published, as far as a sample tells."""
         return sample_of(self.places, self.blocks) == self.sample
 
-    def _tensor(self, index: int) -> Tensor | None:
-        place = self.places[index]
-        if place is None:
-            return None
-        view = place.view(self.blocks)
-        # torch reads the state of a random generator at the start of its storage (2.11 to 2.15).
-        is_state = view.dtype is torch.uint8 and view.dim() == 1 and view.nbytes <= MAX_STATE
-        return view.clone() if is_state else view
-
 
 class _Reader(pickle.Unpickler):
     def __init__(self, tree: bytes, read: Callable[[int], object]) -> None:
@@ -236,7 +223,6 @@ class _Reader(pickle.Unpickler):
         self._read = read
 
     def persistent_load(self, index: int) -> object:
-        """Return what is read of a tensor's place."""
         return self._read(index)
 
 
@@ -266,205 +252,6 @@ def _aligned(size: int) -> int:
 # ── taking one ──────────────────────────────────────────────────────────────────────────────────
 
 
-def snapshot(tree: Any, memory: "Memory | None" = None) -> Snapshot:
-    """Return a snapshot of a tree."""
-    return _Taking(tree, memory or Memory()).take()
-
-
-async def snapshot_in_thread(
-    tree: Any,
-    memory: "Memory | None" = None,
-    before: Snapshot | None = None,
-    others: Sequence[Snapshot] = (),
-) -> Snapshot:
-    """Return a snapshot of a tree; a thread compares and copies large tensors meanwhile.
-
-    Args:
-        before: the version before, whose tensors stay where they are if they have not changed.
-        others: the snapshots of which the tree has parts.
-
-    Raises:
-        Exception: of any class, if the tree cannot be pickled.
-    """
-    taking = _Taking(tree, memory or Memory(), before, others)
-    return await in_thread(taking.take, taking.size)
-
-
-async def in_thread(function: Callable[[], T], size: int) -> T:
-    """Return a function's result; it runs in a thread if it reads or writes many bytes."""
-    return await asyncio.to_thread(function) if size > COPY_ON_LOOP else function()
-
-
-class _Taking(pickle.Pickler):
-    """A snapshot that is being taken: pickled at once, its tensors are copied by `take`.
-
-    Attributes:
-        size: bytes of its tensors.
-    """
-
-    def __init__(
-        self,
-        tree: Any,
-        memory: "Memory",
-        before: Snapshot | None = None,
-        others: Sequence[Snapshot] = (),
-    ) -> None:
-        self._file = io.BytesIO()
-        super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._memory, self._before, self._others = memory, before, others
-        self._places: list[Place] = []
-        self._copied: dict[int, Tensor | Parts] = {}  # what is copied, by its place's index
-        self._indices: dict[Any, int] = {}
-        self.dump(tree)
-        self.size = sum(_aligned(self._places[each].size) for each in self._copied)
-
-    def persistent_id(self, value: Any) -> int | None:
-        """Return the index of a tensor's place, None for another object."""
-        if isinstance(value, Parts):
-            return self._add_parts(value)
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return None
-        if has_parts(value):
-            if not is_dtensor(value):
-                return None
-            with torch.no_grad():
-                return self._add_tensor(local(value), slice_of(value))
-        if value.is_quantized or value.is_meta or value.is_nested:
-            return None
-        return self._add_tensor(value, None)
-
-    def _add_tensor(self, tensor: Tensor, part: Slice | None) -> int:
-        # Parameters that share their memory share it in the snapshot.
-        key: Any = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), part
-        key = key, tensor.device, tensor.is_conj(), tensor.is_neg()
-        if key not in self._indices:
-            self._indices[key] = index = len(self._places)
-            self._places.append(place_of(tensor, part))
-            self._copied[index] = tensor.detach()
-        return self._indices[key]
-
-    def _add_parts(self, parts: Parts) -> int:
-        """Add parts of other snapshots: one that is all that is needed stays where it is."""
-        (first, tensor), index = parts.parts[0], len(self._places)
-        exact = [place for place, _ in parts.parts if place.part.box == parts.box]
-        if exact:
-            self._places.append(exact[0])
-        else:
-            like = torch.empty(parts.box.shape, dtype=tensor.dtype, device="meta")
-            self._places.append(place_of(like, Slice(parts.box, first.part.shape)))
-            self._copied[index] = parts
-        return index
-
-    def take(self) -> Snapshot:
-        """Copy the tensors that have changed since the version before; return the snapshot."""
-        places, block = self._places.copy(), Block(self._memory, self.size)
-        for index, source in self._copied.items():
-            places[index] = self._placed(index, source, block)
-        earlier = {} if self._before is None else self._before.blocks
-        kept_places = [places[each] for each in self._copied if places[each].block in earlier]
-        if _is_sparse(kept_places, earlier):
-            self._before = None  # all into one block again
-            return self.take()
-        blocks = {**earlier, block.name: block.written}
-        for each in self._others:
-            blocks |= each.blocks
-        names = {each.block for each in places}
-        found = {each: blocks[each] for each in names}
-        kept = {name for each in self._others for name in each.kept}
-        if self._others:  # what this process has joined, and its user may have written into
-            kept |= earlier.keys()
-        sample = sample_of(places, found)
-        return Snapshot(
-            self._file.getvalue(), tuple(places), found, sample, frozenset(kept & names)
-        )
-
-    def _placed(self, index: int, source: "Tensor | Parts", block: "Block") -> Place:
-        """Return the place of a tensor: where it was, if it is as it was."""
-        place, was = self._places[index], self._earlier(index)
-        if was is None:
-            return block.add(place, source)
-        if isinstance(source, Tensor) and _is_dense(source, place):
-            return self._kept(index) if _is_equal(source, was) else block.add(place, source)
-        found = block.add(place, source)  # of another device, or with gaps: can be compared now
-        if not _is_equal(found.view({block.name: block.data}), was):
-            return found
-        block.used = found.start
-        return self._kept(index)
-
-    def _earlier(self, index: int) -> Tensor | None:
-        """Return the tensor in the version before, if it is one of the same kind and large."""
-        before, place = self._before, self._places[index]
-        if before is None or place.size < MIN_KEPT or index >= len(before.places):
-            return None
-        was = before.places[index]
-        if was is None or was._replace(block="", start=0, checksum=None) != place:
-            return None
-        return was.view(before.blocks)
-
-    def _kept(self, index: int) -> Place:
-        assert self._before is not None
-        was = self._before.places[index]
-        assert was is not None
-        if was.checksum is None:
-            was = was._replace(checksum=checksum(was.bytes_in(self._before.blocks)))
-        return was
-
-
-class Block:
-    """A block that is being written.
-
-    Attributes:
-        used: bytes that are in use.
-    """
-
-    def __init__(self, memory: "Memory", size: int) -> None:
-        self.name = secrets.token_hex(8)
-        self.data = memory.take(size)
-        self.used = 0
-
-    @property
-    def written(self) -> Tensor:
-        """Return the bytes that are in use."""
-        return self.data[: self.used]
-
-    def add(self, place: Place, source: "Tensor | Parts") -> Place:
-        """Copy a tensor, or parts of one, to the end; return its place here."""
-        found = place._replace(block=self.name, start=self.used)
-        target = found.view({self.name: self.data})
-        with torch.no_grad():
-            if isinstance(source, Tensor):
-                target.copy_(source)
-            else:
-                source.copy_to(target)
-        self.used += _aligned(place.size)
-        return found
-
-
-def _is_dense(tensor: Tensor, place: Place) -> bool:
-    """Return whether the bytes in memory are those of its copy at a place."""
-    is_plain = tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and tensor.stride() == place.strides
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two dense CPU tensors of one shape have the same bytes, be they NaN."""
-    compare = ctypes.CDLL(None).memcmp  # ends at the first difference, and lets other threads run
-    places = ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr())
-    return bool(compare(*places, ctypes.c_size_t(one.nbytes)) == 0)
-
-
-def _is_sparse(kept: Sequence[Place], blocks: Mapping[str, Tensor]) -> bool:
-    """Return whether what is kept of earlier blocks is less than half of them, or in too many."""
-    used = {each.block for each in kept}
-    size = sum(len(blocks[each]) for each in used)
-    return len(used) > MAX_BLOCKS or size > 2 * sum(_aligned(each.size) for each in kept)
-
-
-def has_parts(tensor: Tensor) -> bool:
-    """Return whether it is of a subclass whose elements are in other tensors."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
 class Memory:
     """Memory that snapshots use again once nothing refers to it. At most one free block is kept.
 
@@ -491,6 +278,160 @@ class Memory:
         self._free[:] = [block]
 
 
+class Block:
+    """A block that is being written: `used` bytes of it so far."""
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        self.name = secrets.token_hex(8)
+        self.data = memory.take(size)
+        self.used = 0
+
+    @property
+    def written(self) -> Tensor:
+        """Return the bytes that are in use."""
+        return self.data[: self.used]
+
+    def add(self, place: Place, source: Tensor | Parts) -> Place:
+        """Copy a tensor, or parts of one, to the end; return its place here."""
+        found = place._replace(block=self.name, start=self.used)
+        target = found.view({self.name: self.data})
+        with torch.no_grad():
+            if isinstance(source, Tensor):
+                target.copy_(source)
+            else:
+                for each, tensor in source.parts:
+                    box = each.part.box.meet(source.box)
+                    if box.size:
+                        part = box.of(tensor, each.part.box.offset)
+                        box.of(target, source.box.offset).copy_(part)
+        self.used += _aligned(place.size)
+        return found
+
+
+async def in_thread(function: Callable[[], T], size: int) -> T:
+    """Return a function's result; it runs in a thread if it reads or writes many bytes."""
+    return await asyncio.to_thread(function) if size > COPY_ON_LOOP else function()
+
+
+class Taking(pickle.Pickler):
+    """A snapshot that is being taken: pickled at once, its tensors are copied by `take`.
+
+    Args:
+        memory: memory that is used again (default: new memory).
+        before: the version before, whose tensors stay where they are if they have not changed.
+        others: the snapshots of which the tree has parts.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        memory: Memory | None = None,
+        before: Snapshot | None = None,
+        others: Sequence[Snapshot] = (),
+    ) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._memory, self._before, self._others = memory or Memory(), before, others
+        self._places: list[Place] = []
+        self._copied: dict[int, Tensor | Parts] = {}  # what is copied, by its place's index
+        self._indices: dict[Any, int] = {}
+        self.dump(tree)
+        self._size = sum(_aligned(self._places[each].size) for each in self._copied)
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the index of a tensor's place, None for another object."""
+        index = len(self._places)
+        if isinstance(value, Parts):
+            exact = [place for place, _ in value.parts if place.part.box == value.box]
+            if exact:  # all that is needed: it stays where it is
+                self._places.append(exact[0])
+            else:
+                first, tensor = value.parts[0]
+                like = torch.empty(value.box.shape, dtype=tensor.dtype, device="meta")
+                self._places.append(place_of(like, Slice(value.box, first.part.shape)))
+                self._copied[index] = value
+            return index
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        part = None
+        if is_dtensor(value):
+            with torch.no_grad():
+                value, part = local(value), slice_of(value)
+        elif type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return None  # its elements are in other tensors
+        elif value.is_quantized or value.is_meta or value.is_nested:
+            return None
+        # Parameters that share their memory share it in the snapshot.
+        key: Any = value.data_ptr(), value.dtype, value.shape, value.stride(), part
+        key = key, value.device, value.is_conj(), value.is_neg()
+        if key not in self._indices:
+            self._indices[key] = index
+            self._places.append(place_of(value, part))
+            self._copied[index] = value.detach()
+        return self._indices[key]
+
+    async def take_in_thread(self) -> Snapshot:
+        """Take the snapshot; a thread compares and copies large tensors meanwhile."""
+        return await in_thread(self.take, self._size)
+
+    def take(self) -> Snapshot:
+        """Copy the tensors that have changed since the version before; return the snapshot."""
+        places, block = self._places.copy(), Block(self._memory, self._size)
+        for index, source in self._copied.items():
+            places[index] = self._placed(index, source, block)
+        earlier = {} if self._before is None else self._before.blocks
+        kept_places = [places[each] for each in self._copied if places[each].block in earlier]
+        used = {each.block for each in kept_places}
+        half = sum(len(earlier[each]) for each in used) / 2
+        if len(used) > MAX_BLOCKS or half > sum(_aligned(each.size) for each in kept_places):
+            self._before = None  # too many, or too little of them is used: all into one block again
+            return self.take()
+        blocks = {**earlier, block.name: block.written}
+        for each in self._others:
+            blocks |= each.blocks
+        names = {each.block for each in places}
+        found = {each: blocks[each] for each in names}
+        kept = {name for each in self._others for name in each.kept}
+        if self._others:  # what this process has joined, and its user may have written into
+            kept |= earlier.keys()
+        sample = sample_of(places, found)
+        return Snapshot(
+            self._file.getvalue(), tuple(places), found, sample, frozenset(kept & names)
+        )
+
+    def _placed(self, index: int, source: Tensor | Parts, block: Block) -> Place:
+        """Return the place of a tensor: where it was before, if it is large and as it was."""
+        place, before, was = self._places[index], self._before, None
+        if before is not None and place.size >= MIN_KEPT and index < len(before.places):
+            was = before.places[index]
+        if not before or not was or was._replace(block="", start=0, checksum=None) != place:
+            return block.add(place, source)
+        earlier = was.view(before.blocks)
+        if (
+            isinstance(source, Tensor)
+            and source.is_cpu
+            and not (source.is_conj() or source.is_neg())
+            and source.stride() == place.strides
+        ):
+            if not _is_equal(source, earlier):
+                return block.add(place, source)
+        else:  # of another device, or with gaps: can be compared once it is copied
+            found = block.add(place, source)
+            if not _is_equal(found.view({block.name: block.data}), earlier):
+                return found
+            block.used = found.start
+        if was.checksum is None:
+            was = was._replace(checksum=checksum(was.bytes_in(before.blocks)))
+        return was
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two dense CPU tensors of one shape have the same bytes, be they NaN."""
+    compare = ctypes.CDLL(None).memcmp  # ends at the first difference, and lets other threads run
+    places = ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(other.data_ptr())
+    return bool(compare(*places, ctypes.c_size_t(one.nbytes)) == 0)
+
+
 # ── the tensors of a tree by their names, so that an error can name one ─────────────────────────
 
 
@@ -501,27 +442,21 @@ def tensors(
     if isinstance(tree, kind):
         yield name or "the tree", tree
         return
-    for key, value in _items(tree):
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(tree, Mapping):
+        items = ((f"[{key!r}]", value) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        items = ((f"[{index}]", value) for index, value in enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [each.name for each in dataclasses.fields(tree) if hasattr(tree, each.name)]
+        items = ((f".{field}", getattr(tree, field)) for field in names)
+    for key, value in items:
         yield from tensors(value, kind, f"{name}{key}")
 
 
-def _items(tree: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        yield from ((f"[{key!r}]", value) for key, value in tree.items())
-    elif isinstance(tree, list | tuple):
-        yield from ((f"[{index}]", value) for index, value in enumerate(tree))
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [each.name for each in dataclasses.fields(tree) if hasattr(tree, each.name)]
-        yield from ((f".{name}", getattr(tree, name)) for name in names)
-
-
 def shapes(tree: Any) -> dict[str, Size]:
-    """Return the shape of each tensor, by its name in the tree.
-
-    Raises:
-        TypeError: if a module, an optimizer or a generator is in it: followers could not put that
-            into theirs.
-    """
+    """Return the shape of each tensor, by its name in the tree."""
+    # Followers could not put a module, an optimizer or a generator into theirs.
     found = dict[str, Size]()
     for name, each in tensors(tree, (Tensor, nn.Module, Optimizer, Generator)):
         if not isinstance(each, Tensor):
@@ -537,9 +472,6 @@ def check_shapes(first: Mapping[str, Size], tree: Any) -> None:
     """Check that a tree has each tensor of the first version, in its shape.
 
     It may have more, such as those of an optimizer that has made its first step.
-
-    Raises:
-        ValueError: if it does not.
     """
     found = shapes(tree)
     for place, shape in first.items():

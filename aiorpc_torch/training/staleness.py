@@ -76,7 +76,7 @@ class StalenessLimit:
         Raises:
             CallTimeout: if the deadline passes before the rollout may start.
         """
-        await self._rollouts.turn(self._admission.may_start, "the wait for a ticket", self)
+        await self._rollouts.turn(self._admission.may_start, "the wait for a ticket", self.__repr__)
         ticket = self._admission.start()._replace(limit=self._name)
         try:
             yield ticket
@@ -99,22 +99,13 @@ class StalenessLimit:
             await self._announcements.until(
                 lambda: self._admission.may_announce(version),
                 f"the wait for rollouts that are too old for version {version}",
-                self,
+                self.__repr__,
             )
             self._admission.announce(version)
         finally:
             self._admission.withdraw(version)
             self._notify()
         return self.version
-
-    @contextlib.contextmanager
-    def _parked(self, ticket: Ticket) -> Iterator[None]:
-        self._admission.park(ticket)
-        self._announcements.notify()
-        try:
-            yield
-        finally:
-            self._admission.unpark(ticket)
 
     def _numbers(self) -> dict[str, float]:
         return {
@@ -128,10 +119,19 @@ class StalenessLimit:
         self._announcements.notify()
 
 
-def parked(ticket: Ticket | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no version waits for the rollout of a ticket: it waits itself.
+@contextlib.contextmanager
+def parked(ticket: Ticket | None) -> Iterator[None]:
+    """Let no version wait for the rollout of a ticket inside the block: it waits itself.
 
     It does nothing if the ticket's limit is in another process.
     """
     limit = None if ticket is None else _limits.get(ticket.limit)
-    return contextlib.nullcontext() if limit is None or ticket is None else limit._parked(ticket)
+    if limit is None or ticket is None:
+        yield
+        return
+    limit._admission.park(ticket)
+    limit._announcements.notify()
+    try:
+        yield
+    finally:
+        limit._admission.unpark(ticket)

@@ -5,7 +5,6 @@ was replaced: a follower tells the highest number that it has seen.
 (tests/unit/training/test_versions.py)
 """
 
-from collections import OrderedDict
 from typing import Generic, TypeVar
 
 from .numbers import is_count
@@ -14,13 +13,7 @@ T = TypeVar("T")
 
 
 class Versions(Generic[T]):
-    """The versions of one publisher.
-
-    Args:
-        first: content of the first version.
-        number: number of the first version.
-        keep: maximum number of versions kept.
-    """
+    """The versions of one publisher; it keeps at most `keep`. The first one is `number`."""
 
     def __init__(self, first: T, number: int = 0, keep: int = 2) -> None:
         if not is_count(keep, 1):
@@ -28,7 +21,7 @@ class Versions(Generic[T]):
         if not is_count(number):
             raise ValueError(f"version must be a number from 0 on, got {number!r}")
         self._keep = keep
-        self._kept: OrderedDict[int, T] = OrderedDict({number: first})
+        self._kept = {number: first}  # the oldest first
         self._published = False
         self._floor = number  # the highest number that was ever seen
 
@@ -52,7 +45,7 @@ class Versions(Generic[T]):
         self._floor += 1
         self._kept[self._floor] = content
         while len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
+            del self._kept[self.oldest]
         return self._floor
 
     def see(self, number: int) -> bool:
@@ -70,11 +63,7 @@ class Versions(Generic[T]):
         return self._published
 
     def get(self, number: int) -> T:
-        """Return a version that is kept.
-
-        Raises:
-            LookupError: if it is not kept, or was never published.
-        """
+        """Return a version that is kept; LookupError if it is not, or was never published."""
         if number not in self._kept:
             kept = ", ".join(map(str, self._kept))
             raise LookupError(f"version {number} is not kept; kept are {kept}: raise keep=")

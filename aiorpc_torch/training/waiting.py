@@ -31,22 +31,18 @@ def idles(function: F) -> F:
     return function
 
 
-async def _bounded(future: "asyncio.Future[None]", what: str, state: object) -> None:
-    """Wait for a future until the deadline.
-
-    Raises:
-        CallTimeout: if the deadline passes.
-    """
-    left = seconds_left()
+async def _bounded(
+    future: "asyncio.Future[None]", what: str, state: Callable[[], str] | None
+) -> None:
+    """Wait for a future until the deadline, and raise CallTimeout then."""
     try:
-        async with asyncio.timeout(left) as scope:
+        async with asyncio.timeout(seconds_left()) as scope:
             await future
     except TimeoutError:
         if not scope.expired():
             raise
-        text = f"{what} timed out; nothing was changed" + (
-            f": {state!r}" if state is not None else ""
-        )
+        why = "" if state is None else f": {state()}"
+        text = f"{what} timed out; nothing was changed{why}"
         raise CallTimeout(text, may_have_run=False) from None
 
 
@@ -56,12 +52,10 @@ class Changes:
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def until(self, is_true: Callable[[], bool], what: str, state: object = None) -> None:
-        """Wait until `is_true()`.
-
-        Raises:
-            CallTimeout: if the deadline passes; `what` names the wait, and `state` tells why.
-        """
+    async def until(
+        self, is_true: Callable[[], bool], what: str, state: Callable[[], str] | None = None
+    ) -> None:
+        """Wait until `is_true()`. In a CallTimeout `what` names the wait, and `state` tells why."""
         while not is_true():
             future = asyncio.get_running_loop().create_future()
             self._waiting.add(future)
@@ -87,29 +81,23 @@ class Line:
         """Return the number of tasks that wait."""
         return len(self._waiting)
 
-    async def turn(self, is_ready: Callable[[], bool], what: str, state: object = None) -> None:
-        """Wait until this task is the first and `is_ready()`. It goes on in the same step.
-
-        Raises:
-            CallTimeout: if the deadline passes; `what` names the wait, and `state` tells why.
-        """
+    async def turn(
+        self, is_ready: Callable[[], bool], what: str, state: Callable[[], str] | None = None
+    ) -> None:
+        """Wait until this task is the first and `is_ready()`. It goes on in the same step."""
         if not self._waiting and is_ready():
             return
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         self._waiting.append(future)
         try:
             while self._waiting[0] is not future or not is_ready():
                 await _bounded(future, what, state)
-                future = self._renew(future)
+                done, future = future, loop.create_future()
+                self._waiting[self._waiting.index(done)] = future
         finally:
             self._waiting.remove(future)
             self.notify()
-
-    def _renew(self, old: "asyncio.Future[None]") -> "asyncio.Future[None]":
-        """Return another future at the place of one that is done."""
-        new = asyncio.get_running_loop().create_future()
-        self._waiting[self._waiting.index(old)] = new
-        return new
 
     def notify(self) -> None:
         """Let the first task look again."""

@@ -1,7 +1,6 @@
 """The publisher of versioned weights: `Weights`."""
 
 import asyncio
-import functools
 import logging
 import secrets
 from collections.abc import Collection
@@ -9,24 +8,21 @@ from typing import Any
 
 from .._gauges import measure
 from .joining import Cuts
-from .relays import Hosts, Version, version_of
-from .shards import Slice, Wanted
+from .relays import own_host
+from .shards import NOTHING, Slice, Wanted
 from .snapshots import (
     Memory,
     Snapshot,
+    Taking,
+    Version,
     check_shapes,
     in_thread,
     shapes,
-    snapshot,
-    snapshot_in_thread,
 )
 from .versions import Versions
 from .waiting import Changes, Line, ends_at_leave, idles
 
 log = logging.getLogger("aiorpc_torch")
-
-NOTHING: Wanted = {}
-"""No wish for slices: all tensors are wanted whole."""
 
 
 class Weights:
@@ -56,9 +52,10 @@ class Weights:
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
         self._memory = Memory()
         self._shapes = shapes(tree)
-        first = snapshot(tree, self._memory)
+        first = Taking(tree, self._memory).take()
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
-        self._hosts = Hosts()
+        self._own_host = own_host()
+        self._relays: dict[str, str] = {}  # workers, by host
         self._token = secrets.token_hex(8)
         self._changes = Changes()
         self._publishing = Line()
@@ -95,7 +92,8 @@ class Weights:
         self._is_publishing = True
         try:
             before = self._versions.get(self.version)
-            number = self._versions.add(await snapshot_in_thread(tree, self._memory, before))
+            taken = await Taking(tree, self._memory, before).take_in_thread()
+            number = self._versions.add(taken)
             self._cuts.forget({name for each in self._versions.all() for name in each.blocks})
         finally:
             self._is_publishing = False
@@ -119,9 +117,18 @@ class Weights:
     ) -> tuple[str | None, str]:
         """Return where a follower receives versions: its relay's worker, and the relay's name.
 
-        The worker is None if the follower receives them here.
+        The worker is None if the follower receives them here, on the publisher's own host.
+
+        Args:
+            host: host of the follower.
+            worker: worker of the follower, which becomes the relay if there is none.
+            lost: the relay that the follower has found lost.
         """
-        relay = self._hosts.relay_for(host, worker, lost)
+        relay = None
+        if host != self._own_host:
+            if self._relays.get(host, lost) == lost:
+                self._relays[host] = worker
+            relay = self._relays[host]
         return relay, f"relay {self._token}"
 
     @idles
@@ -173,9 +180,9 @@ class Weights:
         version = self._versions.get(number)
         if wanted:
             async with self._cutting:  # once for all hosts that want the same
-                cut = functools.partial(self._cuts.cut, version, wanted)
-                version = await in_thread(cut, version.size)
-        return version_of(number, version, has)
+                whole = version
+                version = await in_thread(lambda: self._cuts.cut(whole, wanted), whole.size)
+        return version.sent(number, has)
 
     def _numbers(self) -> dict[str, float]:
         return {"aiorpc_weights_version": self.version}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import aiorpc_torch as aiorpc
 from aiorpc_torch import batched
 from aiorpc_torch.training import Follower, Weights, follow, receiver
-from aiorpc_torch.training.relays import Version
+from aiorpc_torch.training.snapshots import Version
 
 
 class Net(nn.Module):
@@ -132,7 +132,7 @@ class Actor:
 
     async def relay(self) -> str | None:
         """Return the worker from which versions come, None for the learner's."""
-        return self.policy._receiver.relays[0]
+        return self.policy._receiver._sources[0].relay
 
     async def close(self) -> None:
         await self.policy.aclose()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from aiorpc_torch.training.holds import Holds
 from aiorpc_torch.training.placing import ForwardHolds, needed_by, place
 from aiorpc_torch.training.shards import Box
-from aiorpc_torch.training.snapshots import snapshot
+from aiorpc_torch.training.snapshots import Taking
 
 
 def filled(value: float) -> nn.Sequential:
@@ -27,7 +27,7 @@ def filled(value: float) -> nn.Sequential:
 def test_a_module_gets_parameters_and_buffers() -> None:
     model = filled(0)
     parameter = model[0].weight
-    place(snapshot(filled(3).state_dict()).load(), model)
+    place(Taking(filled(3).state_dict()).take().load(), model)
     assert all((each == 3).all() for each in model.state_dict().values())
     assert model[0].weight is parameter
     assert parameter.requires_grad
@@ -35,7 +35,7 @@ def test_a_module_gets_parameters_and_buffers() -> None:
 
 def test_other_dtypes_are_converted() -> None:
     model = filled(0).to(torch.float64)
-    place(snapshot(filled(3).state_dict()).load(), model)
+    place(Taking(filled(3).state_dict()).take().load(), model)
     assert model[0].weight.dtype == torch.float64
     assert (model[0].weight == 3).all()
 
@@ -43,7 +43,7 @@ def test_other_dtypes_are_converted() -> None:
 def test_a_graph_of_the_old_version_stays_valid() -> None:
     model = filled(1)
     loss = model[0](torch.ones(1, 2)).pow(2).sum()
-    place(snapshot(filled(3).state_dict()).load(), model)
+    place(Taking(filled(3).state_dict()).take().load(), model)
     loss.backward()
     assert model[0].weight.grad is not None
 
@@ -56,7 +56,7 @@ def test_who_else_sees_the_values(way: str) -> None:
     if way == "shared":
         model.share_memory()
     others = model[0].weight.detach(), model[0].bias.detach().numpy(), model[1].running_mean
-    place(snapshot(filled(3).state_dict()).load(), model, copy=way == "copy")
+    place(Taking(filled(3).state_dict()).take().load(), model, copy=way == "copy")
     assert (model[0].weight == 3).all()
     for other in others[:2]:
         assert (other == (1 if way == "new memory" else 3)).all()
@@ -70,7 +70,7 @@ def test_who_else_sees_the_values(way: str) -> None:
 def test_a_graph_of_values_that_were_copied_over_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     loss = model(torch.ones(1, 2)).sum()
-    place(snapshot(model.state_dict()).load(), model, copy=True)
+    place(Taking(model.state_dict()).take().load(), model, copy=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -89,7 +89,7 @@ def test_a_dtensor_keeps_its_memory(sharded: torch.Tensor) -> None:
         place({"a": torch.full((8,), 5.0)}, {"a": each})
         assert sharded.to_local().tolist() == [5.0] * 8  # type: ignore[attr-defined]
         sharded.to_local().zero_()  # type: ignore[attr-defined]
-        found = snapshot([each]).load()[0]
+        found = Taking([each]).take().load()[0]
         assert torch.equal(found, torch.zeros(8))
     with pytest.raises(ValueError, match=r"\(2,\) in the version, \(8,\) in"):
         place({"a": torch.ones(2)}, {"a": sharded})
@@ -100,7 +100,7 @@ def test_sums_that_are_pending_are_refused(sharded: torch.Tensor) -> None:
     mesh = sharded.device_mesh  # type: ignore[attr-defined]
     pending = DTensor.from_local(torch.ones(8), mesh, [Partial()])
     with pytest.raises(TypeError, match=r"of Shard and Replicate, got .*call `redistribute\(\)`"):
-        snapshot([pending])
+        Taking([pending]).take()
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_modules_with_state_of_their_own() -> None:
 
     one, other = Counting(2, 2), Counting(2, 2)
     one.count = 5
-    place(snapshot(one.state_dict()).load(), other)
+    place(Taking(one.state_dict()).take().load(), other)
     assert other.count == 5
     assert torch.equal(one.weight, other.weight)
 

@@ -10,12 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from aiorpc_torch.training import snapshots
-from aiorpc_torch.training.snapshots import (
-    COPY_ON_LOOP,
-    snapshot,
-    snapshot_in_thread,
-)
+from aiorpc_torch.training.snapshots import COPY_ON_LOOP, Taking
 from tests.support.tensor_kinds import Pair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
@@ -29,7 +24,7 @@ class Parts:
 
 def test_any_tree() -> None:
     tree = Parts({"w": torch.arange(6.0).reshape(2, 3), "none": torch.empty(0, 3)}, 7)
-    found = snapshot([tree, (torch.tensor(3), None)]).load()
+    found = Taking([tree, (torch.tensor(3), None)]).take().load()
     assert found[0].step == 7
     assert torch.equal(found[0].actor["w"], tree.actor["w"])
     assert found[0].actor["none"].shape == (0, 3)
@@ -39,7 +34,7 @@ def test_any_tree() -> None:
 
 def test_it_is_a_copy() -> None:
     model = nn.Linear(3, 3)
-    taken = snapshot(model.state_dict())
+    taken = Taking(model.state_dict()).take()
     with torch.no_grad():
         before = model.weight.clone()
         model.weight.zero_()
@@ -51,7 +46,7 @@ def test_it_is_a_copy() -> None:
 
 def test_tensors_that_share_their_memory_share_it_in_the_snapshot() -> None:
     shared = torch.ones(1000)
-    taken = snapshot({"a": shared, "b": shared})
+    taken = Taking({"a": shared, "b": shared}).take()
     assert taken.size < 2 * shared.nbytes
     found = taken.load()
     found["a"][0] = 5
@@ -62,7 +57,7 @@ def test_a_conjugate_beside_its_tensor() -> None:
     """They share their memory, and not their values."""
     x = torch.tensor([1 + 2j, 3 - 4j])
     tree = {"x": x, "conj": x.conj(), "imag": x.imag, "negated": x.conj().imag}
-    found = snapshot(tree).load()
+    found = Taking(tree).take().load()
     assert all(torch.equal(found[name], value) for name, value in tree.items())
 
 
@@ -78,7 +73,7 @@ def test_a_conjugate_beside_its_tensor() -> None:
     ids=["channels_last", "transposed", "with gaps", "expanded", "sparse"],
 )
 def test_tensors_of_other_kinds(value: Tensor) -> None:
-    found = snapshot([value]).load()[0]
+    found = Taking([value]).take().load()[0]
     assert found.dtype == value.dtype
     assert torch.equal(found.to_dense(), value.to_dense())
     if value.layout is torch.strided and value.is_contiguous(memory_format=torch.preserve_format):
@@ -88,7 +83,7 @@ def test_tensors_of_other_kinds(value: Tensor) -> None:
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3))))
 def test_any_tensors(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [torch.randint(0, 2, shape).to(dtype) for dtype, shape in kinds]
-    found = snapshot(tensors).load()
+    found = Taking(tensors).take().load()
     assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
     assert [each.dtype for each in found] == [each.dtype for each in tensors]
 
@@ -101,9 +96,9 @@ async def test_large_ones_are_copied_in_a_thread(monkeypatch: pytest.MonkeyPatch
         return function()
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    await snapshot_in_thread(torch.ones(COPY_ON_LOOP // 4))
+    await Taking(torch.ones(COPY_ON_LOOP // 4)).take_in_thread()
     assert not used
-    taken = await snapshots.snapshot_in_thread(torch.ones(COPY_ON_LOOP // 4 + 1))
+    taken = await Taking(torch.ones(COPY_ON_LOOP // 4 + 1)).take_in_thread()
     assert len(used) == 1
     assert taken.load().sum() == COPY_ON_LOOP // 4 + 1
 
@@ -111,7 +106,7 @@ async def test_large_ones_are_copied_in_a_thread(monkeypatch: pytest.MonkeyPatch
 def test_tensors_around_tensors_are_pickled() -> None:
     """They have no memory of their own: two of one shape are not taken for the same."""
     pairs = [Pair(torch.full((3,), float(i)), torch.ones(2)) for i in range(2)]
-    one, other = snapshot(pairs).load()
+    one, other = Taking(pairs).take().load()
     assert (one.first.tolist(), other.first.tolist()) == ([0.0] * 3, [1.0] * 3)
 
 
@@ -121,7 +116,7 @@ def test_tensors_around_tensors_are_pickled() -> None:
 def test_a_sample_tells_of_both_ends_of_each_tensor(size: int, end: int) -> None:
     tensors = [torch.ones(3), torch.ones(size), torch.empty(0), torch.ones(5)]
     for index in (0, 1, 3):
-        taken = snapshot(tensors)
+        taken = Taking(tensors).take()
         assert taken.is_intact
         taken.load()[index][end] = 7.0
         assert not taken.is_intact

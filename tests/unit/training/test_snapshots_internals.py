@@ -9,8 +9,7 @@ from aiorpc_torch.training.snapshots import (
     MIN_KEPT,
     Memory,
     Snapshot,
-    _Taking,
-    snapshot,
+    Taking,
 )
 
 
@@ -21,11 +20,11 @@ def test_versions_after_each_other(steps: list[set[int]]) -> None:
     memory = Memory()
     tensors = [torch.zeros(MIN_KEPT // 4 * (1 + number)) for number in range(5)]
     tensors.append(torch.zeros(MIN_KEPT // 4, 6)[:, ::2])  # compared once it is copied
-    last = snapshot(tensors, memory)
+    last = Taking(tensors, memory).take()
     for number, changed in enumerate(steps, 1):
         for index in changed:
             tensors[index][-1 - number] = float("nan") if number % 3 else number
-        taken = _Taking(tensors, memory, last).take()
+        taken = Taking(tensors, memory, last).take()
         found = taken.load()
         for one, other in zip(found, tensors, strict=True):  # also of NaN
             assert torch.equal(one.view(torch.int32), other.contiguous().view(torch.int32))
@@ -40,9 +39,9 @@ def test_versions_after_each_other(steps: list[set[int]]) -> None:
 
 def test_what_was_changed_here() -> None:
     """A checksum differs for one word, and for two that have changed places."""
-    first = snapshot({"a": torch.arange(500_000.0), "b": torch.ones(3)})
-    second = _Taking({"a": torch.arange(500_000.0), "b": torch.ones(3)}, Memory(), first).take()
-    received = Snapshot.received(second.head, second.but(first.blocks), first.blocks)
+    first = Taking({"a": torch.arange(500_000.0), "b": torch.ones(3)}).take()
+    second = Taking({"a": torch.arange(500_000.0), "b": torch.ones(3)}, Memory(), first).take()
+    received = Snapshot.received(*second.sent(1, first.blocks)[1:], first.blocks)
     assert received.kept == {*first.blocks}
     assert not received.changed()
     tensor = received.load()["a"]

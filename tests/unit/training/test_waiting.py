@@ -55,7 +55,7 @@ async def test_deadlines() -> None:
         with pytest.raises(CallTimeout, match="insert timed out") as raised:
             await line.turn(lambda: False, "insert")
         with pytest.raises(CallTimeout, match=r"it timed out; nothing was changed: \[1\]"):
-            await changes.until(lambda: False, "it", [1])
+            await changes.until(lambda: False, "it", lambda: "[1]")
     assert not raised.value.may_have_run
     assert len(line) == 0
 
