@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._aio.fork import check_not_forked
 from .._version import __version__
 from ..errors import NotInWorld
 
@@ -95,17 +96,17 @@ def init_rpc_count() -> int:
     return int(_rpc._init_counter)
 
 
-def refuse_rpc(refuse: Callable[[], None]) -> None:
-    """Let the functions of torch's RPC, and methods of RRefs that send, call `refuse`: it raises.
+def refuse_rpc() -> None:
+    """Let the functions of torch's RPC, and methods of RRefs that send, raise: this is a fork.
 
-    For a fork, so without a lock of torch's: another thread of the parent may have held it.
+    Without a lock of torch's: another thread of the parent may have held it.
     """
 
-    def refuse_all(*_: Any, **__: Any) -> None:
-        refuse()
+    def refuse(*_: Any, **__: Any) -> None:
+        check_not_forked()
 
-    _api._is_current_rpc_agent_set = refuse_all  # type: ignore[attr-defined, assignment]
-    RRefBase.to_here = RRefBase._get_type = refuse_all  # type: ignore[assignment, method-assign]
+    _api._is_current_rpc_agent_set = refuse  # type: ignore[attr-defined, assignment]
+    RRefBase.to_here = RRefBase._get_type = refuse  # type: ignore[assignment, method-assign]
 
 
 def refuse_coroutines(text: str) -> None:
@@ -196,30 +197,25 @@ def make_rref(value: Any) -> "_rpc.RRef[Any]":
     Raises:
         NotInWorld: outside a world, or once this worker leaves it.
     """
+    # Of a tensor: distributed autograd and torch's optimizers need the type.
+    made = _NOTHING if isinstance(value, Tensor) else value
+    before, _made.value = _made.value, made  # a finalizer may make one meanwhile
     try:
-        rref = _made_of(value)
+        rref = _rpc.RRef(value)
         kept = rref.local_value()
     except RuntimeError as exc:
         if has_agent():
             raise
         text = "an RRef is of a world: enter one first, as with local_world() or worker()"
         raise NotInWorld(text) from exc
+    finally:
+        _made.value = before
     if kept is not value:
         raise RuntimeError(
             f"torch {torch.__version__} has converted a {type(value).__qualname__} behind an RRef; "
             f"supported versions: {SUPPORTED}"
         )
     return rref
-
-
-def _made_of(value: Any) -> "_rpc.RRef[Any]":
-    if isinstance(value, Tensor):  # distributed autograd and torch's optimizers need the type
-        return _rpc.RRef(value)
-    before, _made.value = _made.value, value  # a finalizer may make one meanwhile
-    try:
-        return _rpc.RRef(value)
-    finally:
-        _made.value = before
 
 
 @functools.wraps(_can_compile)

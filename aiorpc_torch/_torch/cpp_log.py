@@ -11,31 +11,21 @@ from collections.abc import Iterator
 
 from .compat import cpp_log_level
 
-_WARNING, _ERROR, _FATAL = 1, 2, 3
+WARNING, ERROR = 1, 2
 
 
 @contextlib.contextmanager
-def cpp_warnings_hidden() -> Iterator[None]:
-    """Log C++ errors only inside the block, unless the environment or the program chose a level."""
-    with _level(_WARNING, _ERROR):
-        yield
+def hide_in_cpp_log(least: int) -> Iterator[None]:
+    """Log nothing of the level `least` inside the block, if it is the least that is logged.
 
-
-@contextlib.contextmanager
-def cpp_errors_hidden() -> Iterator[None]:
-    """Log no C++ errors inside the block, which is inside `cpp_warnings_hidden`."""
-    with _level(_ERROR, _FATAL):
-        yield
-
-
-@contextlib.contextmanager
-def _level(present: int, inside: int) -> Iterator[None]:
+    Another one was chosen by the environment or the program, and stays.
+    """
     level = cpp_log_level
-    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ or level.value != present:
+    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ or level.value != least:
         yield
         return
-    level.value = inside
+    level.value = least + 1
     try:
         yield
     finally:
-        level.value = present
+        level.value = least

@@ -123,32 +123,28 @@ def sendable(tensors: Sequence[Tensor]) -> list[Tensor]:
     if all(device.type == "cpu" for device in devices):
         return [*tensors]
     refuse_sparse(tensors)
-    found = [tensor if _has_memory(tensor) else _with_memory(tensor) for tensor in tensors]
-    return _without_aliases(found) if len(devices) > 1 else found
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or tensor.numel() > 0
+    found, storages = [], set[int]()
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and not tensor.numel():
+            sent = _with_memory(tensor)
+        elif len(devices) > 1 and tensor.untyped_storage()._cdata in storages:
+            sent = copy_of(tensor)
+        else:
+            sent = tensor
+        found.append(sent)
+        storages.add(sent.untyped_storage()._cdata)
+    return found
 
 
 def _with_memory(tensor: Tensor) -> Tensor:
-    with torch.enable_grad():  # on the event loop's thread a coroutine may wait in its no_grad()
+    with torch.enable_grad():
         one_more = torch.cat((tensor.flatten(), tensor.new_zeros(1)))
         return _requiring_as(tensor, one_more[:0].view(tensor.shape))
 
 
-def _without_aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
-    found, storages = [], set[int]()
-    for tensor in tensors:
-        storage = tensor.untyped_storage()._cdata
-        found.append(copy_of(tensor) if storage in storages else tensor)
-        storages.add(storage)
-    return found
-
-
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy that requires a gradient if the tensor does; a part of its autograd graph."""
-    with torch.enable_grad():
+    with torch.enable_grad():  # on the event loop's thread a coroutine may wait in its no_grad()
         return _requiring_as(tensor, clone(tensor))
 
 

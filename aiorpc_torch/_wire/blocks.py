@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.sendable import has_plain_memory, is_plain, last_element
+from .._torch.sendable import has_memory, is_plain, last_element
 from .buffers import ALIGNMENT
 from .tensors import (
     DTYPE_NAMES,
@@ -165,7 +165,7 @@ def place(
     own, blocks, places = Block(), list[Block](), list[Place]()
     for tensor in tensors:
         name = DTYPE_NAMES.get(tensor.dtype)
-        if name is None or not has_plain_memory(tensor):
+        if name is None or not is_plain(tensor) or not has_memory(tensor, tensor.nbytes):
             return None
         block = own if in_one_block else getattr(tensor, _BLOCK_ATTRIBUTE, own)
         index, start, size, offset = -1, 0, 0, int(tensor.storage_offset())
