@@ -57,20 +57,14 @@ class RRefTable:
         self.worker_id = worker_id
         self._counted = counted
         self.adopted = adopted
-        self._objects: weakref.WeakValueDictionary[RRefId, Any] = weakref.WeakValueDictionary()
-        self.rrefs: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
-            weakref.WeakValueDictionary()
-        )
-        self._ids: weakref.WeakKeyDictionary[RRefBase[Any], RRefId] = weakref.WeakKeyDictionary()
+        self._objects = weakref.WeakValueDictionary[RRefId, Any]()
+        self.rrefs = weakref.WeakValueDictionary[RRefId, "RRefBase[Any]"]()
+        self._ids = weakref.WeakKeyDictionary["RRefBase[Any]", RRefId]()
         self._pinned: dict[RRefBase[Any], Any] = {}  # with the fork by which torch keeps it
-        self._renewed: weakref.WeakKeyDictionary[RRefBase[Any], RRef[Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._renewed = weakref.WeakKeyDictionary["RRefBase[Any]", "RRef[Any]"]()
         self.is_closed = False
         self.lent: dict[int, RRefBase[Any]] = {}  # until the borrower has dropped its own
-        self._borrowed: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
-            weakref.WeakValueDictionary()
-        )
+        self._borrowed = weakref.WeakValueDictionary[RRefId, "RRefBase[Any]"]()
         self.gone: dict[int, str] = {}  # names of workers that are lost or have left, by worker id
 
     def id_of(self, rref: "RRefBase[Any]") -> RRefId:
@@ -190,10 +184,10 @@ def end_loan(loan: int) -> None:
 
 
 _table = RRefTable(NO_WORLD, counted=True)
-_classes: "weakref.WeakKeyDictionary[RRefBase[Any], type]" = weakref.WeakKeyDictionary()
+_classes = weakref.WeakKeyDictionary["RRefBase[Any]", type]()
 _adopted_generation: int | None = None
 """`init_rpc` count of the world of `_table`; None if this library started the world."""
-_received: "weakref.WeakKeyDictionary[RRefBase[Any], _Received]" = weakref.WeakKeyDictionary()
+_received = weakref.WeakKeyDictionary["RRefBase[Any]", _Received]()
 
 
 def enter_world(worker_id: int, *, counted: bool, generation: int | None = None) -> None:

@@ -161,9 +161,11 @@ class SharedPickle:
         filled = [
             values[each.position] if type(each) is ValueSlot else each for each in self._slots
         ]
-        packer = _ValuePickler(self._shared.tensors)
+        shared = self._shared
+        packer = _ValuePickler(shared.tensors)  # they come first
         packer.without_graph = self._without_graph
-        packed = packer.pack(_Filled(self._shared, filled))
+        found = shared.data, len(shared.tensors), shared.outside, filled
+        packed = packer.pack(PickledAs(_fill_slots, *found))
         packed.rrefs = ()  # not to be taken back: a retry sends the same pickle
         return packed
 
@@ -174,14 +176,14 @@ class ValueSlot(NamedTuple):
     position: int
 
 
-class _Filled:
-    """The pickle of a shared value, and the values of its slots. Its tensors come first."""
+class PickledAs:
+    """An object that arrives as the result of a function."""
 
-    def __init__(self, shared: PickledValue, values: Sequence[Any]) -> None:
-        self._found = shared.data, len(shared.tensors), shared.outside, [*values]
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
-        return _fill_slots, self._found
+        return self._reduced
 
 
 def unpack(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
@@ -282,7 +284,7 @@ class _ValuePickler(pickle.Pickler):
         if isinstance(obj, RRefBase):
             if id(obj) not in self._rrefs:
                 self._rrefs[id(obj)] = obj, serialize_rref(obj)
-            return read_rref, self._rrefs[id(obj)][1]
+            return deserialize_rref, self._rrefs[id(obj)][1]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         if (own := OWN_REDUCTIONS.get(type(obj))) is not None:
@@ -347,11 +349,6 @@ class _ValueUnpickler(pickle.Unpickler):
 
     def _fill_slots(self, data: bytes, count: int, outside: Outside, values: Sequence[Any]) -> Any:
         return _unpickled(data, self._tensors[:count], outside, values)
-
-
-def read_rref(data: Any, way: SharingMode) -> "RRefBase[Any]":
-    """Return the RRef that was pickled."""
-    return deserialize_rref(data, way)
 
 
 def _tensor_slot(index: int) -> Tensor:

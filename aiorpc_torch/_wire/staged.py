@@ -17,7 +17,7 @@ from .._torch.devices import DeviceMapping
 from .._torch.staging import copies_on_host, on_device
 from .buffers import NOTHING, memory_of
 from .exceptions import RemoteFailure
-from .pickling import PickledValue, pack, unpack
+from .pickling import PickledAs, PickledValue, pack, unpack
 from .tensors import dtype_named, wire_dtype
 
 
@@ -47,26 +47,11 @@ def stage(packed: PickledValue, mapped: DeviceMapping) -> PickledValue:
         packed.on_host = copies_on_host(packed.tensors, packed.fence) or ()
     if not packed.on_host:
         return packed
-    staged = pack(_Staged(packed, packed.on_host, mapped))
+    pairs = zip(packed.tensors, packed.on_host, strict=True)
+    placed = [_placed(tensor, copy, mapped[tensor.device]) for tensor, copy in pairs]
+    staged = pack(PickledAs(read_staged, packed.data, placed))
     staged.rrefs = packed.rrefs
     return staged
-
-
-class _Staged:
-    def __init__(
-        self,
-        packed: PickledValue,
-        copies: Sequence[Tensor],
-        mapped: DeviceMapping,
-    ) -> None:
-        placed = [
-            _placed(tensor, copy, mapped[tensor.device])
-            for tensor, copy in zip(packed.tensors, copies, strict=True)
-        ]
-        self._found = packed.data, placed
-
-    def __reduce__(self) -> Any:
-        return read_staged, self._found
 
 
 def _placed(tensor: Tensor, copy: Tensor, device: torch.device) -> tuple[Any, ...]:
