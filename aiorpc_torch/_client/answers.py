@@ -12,7 +12,7 @@ from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.messages import decode_reply
 from .._wire.payloads import detach_data
 from .._wire.pickling import CallAborted
-from .._wire.targets import Target, call_name
+from .._wire.targets import CreateTarget, Target, call_name
 from .._wire.tensors import INLINE_BYTES
 from ..errors import (
     NotInWorld,
@@ -113,7 +113,8 @@ def exception_of(answer: Any, target: Target) -> BaseException | None:
     """Return the exception that the answer to a call of `target` stands for, None for a value."""
     if type(answer) is RemoteFailure:
         found = answer.exception()
-        if isinstance(found, TypeError) and "positional argument" in str(found):
+        is_created = isinstance(target, CreateTarget)
+        if isinstance(found, TypeError) and "positional argument" in str(found) and not is_created:
             _note_bound_method(found, getattr(target, "function", None))
         return found
     if type(answer) is CallAborted:
