@@ -140,17 +140,14 @@ def share(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided) <= INLINE_BYTES:
         return [*tensors]
-    block = Block(is_shared=True)
-    return [_marked(tensor, block) for tensor in tensors]
-
-
-def _marked(tensor: Tensor, block: Block) -> Tensor:
-    if tensor.requires_grad or not can_place(tensor):
-        return tensor
-    alias = tensor.detach()
-    setattr(alias, _BLOCK_ATTRIBUTE, block)
-    block.add(alias)
-    return alias
+    block, found = Block(is_shared=True), []
+    for tensor in tensors:
+        if not tensor.requires_grad and can_place(tensor):
+            tensor = tensor.detach()
+            setattr(tensor, _BLOCK_ATTRIBUTE, block)
+            block.add(tensor)
+        found.append(tensor)
+    return found
 
 
 def place(
