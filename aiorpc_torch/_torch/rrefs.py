@@ -61,7 +61,8 @@ class RRefTable:
         self.rrefs = weakref.WeakValueDictionary[RRefId, "RRefBase[Any]"]()
         self._ids = weakref.WeakKeyDictionary["RRefBase[Any]", RRefId]()
         self._pinned: dict[RRefBase[Any], Any] = {}  # with the fork by which torch keeps it
-        self._renewed = weakref.WeakKeyDictionary["RRefBase[Any]", "RRef[Any]"]()
+        # For RRefs of own objects from earlier worlds, those of this world.
+        self.renewed = weakref.WeakKeyDictionary["RRefBase[Any]", "RRef[Any]"]()
         self.is_closed = False
         self.lent: dict[int, RRefBase[Any]] = {}  # until the borrower has dropped its own
         self._borrowed = weakref.WeakValueDictionary[RRefId, "RRefBase[Any]"]()
@@ -110,14 +111,8 @@ class RRefTable:
             raise ReferenceError(FREED)
         return found
 
-    def lend(self, rref: "RRefBase[Any]", data: Any) -> Any:
-        """Keep an RRef of another worker's object for a receiver; return the data of its own."""
-        loan = next(_loans)
-        self.lent[loan] = rref
-        return *data[:3], self.worker_id, loan, self.worker_id, data[6]
-
     def borrow(self, data: Any) -> "RRefBase[Any]":
-        """Return the RRef of `lend`: one for each object, else two workers could lend in turns.
+        """Return the RRef of a loan: one for each object, else two workers could lend in turns.
 
         Raises:
             ReferenceError: if the owner is lost.
@@ -140,12 +135,6 @@ class RRefTable:
         if self is _table and not self.is_closed:
             with contextlib.suppress(RuntimeError):  # the lender has left
                 invoke_rpc(current_agent().get_worker_info(lender), *end, 0.0, False)
-
-    def renew(self, rref: "RRefBase[Any]") -> RRef[Any]:
-        """Return an RRef of this world for one of an own object from an earlier world."""
-        if (renewed := self._renewed.get(rref)) is None:
-            renewed = self._renewed[rref] = make_rref(rref.local_value())
-        return renewed
 
     def close(self) -> None:
         """Disable `find`, and free pinned objects."""
@@ -305,7 +294,9 @@ def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
     if received is not None and not rref.is_owner():
-        return _table.lend(rref, received.data), received.mode
+        table, loan, data = _table, next(_loans), received.data
+        table.lent[loan] = rref
+        return (*data[:3], table.worker_id, loan, table.worker_id, data[6]), received.mode
     data = rref._serialize()
     if received is not None:
         return data, received.mode
@@ -402,7 +393,10 @@ def _in_this_world(rref: "RRefBase[Any]") -> "RRefBase[Any]":
     if received is None or received.table is _table:
         return rref
     if rref.is_owner():  # the object is in this process
-        return _table.renew(rref)
+        table = _table
+        if (renewed := table.renewed.get(rref)) is None:
+            renewed = table.renewed[rref] = make_rref(rref.local_value())
+        return renewed
     raise ReferenceError(
         "this RRef is of a world that this process has left: create() the object again"
     )

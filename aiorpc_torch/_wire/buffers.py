@@ -41,28 +41,12 @@ LONG_PART = 256 * 1024
 """Bytes from which on a part of a pickle is a tensor of its own; shorter ones are joined."""
 
 
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of the stable interface of CPython."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
+# `Py_buffer` of the stable interface of CPython: the address, and nine further words.
+_PyBuffer = ctypes.c_void_p * 10
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_get_buffer.argtypes = (ctypes.py_object, _PyBuffer, ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
+_release_buffer.argtypes = (_PyBuffer,)
 _release_buffer.restype = None
 
 
@@ -76,7 +60,7 @@ def tensor_of(buffer: Any) -> Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
     found = _PyBuffer()
     _get_buffer(view, found, 0)
-    memory = (ctypes.c_ubyte * view.nbytes).from_address(found.buf)
+    memory = (ctypes.c_ubyte * view.nbytes).from_address(found[0] or 0)
     _release_buffer(found)
     memory.view = view  # type: ignore[attr-defined]
     # torch warns of a buffer that is read-only. It keeps this one as long as the storage.

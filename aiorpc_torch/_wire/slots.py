@@ -113,10 +113,6 @@ class Slots(Generic[T]):
                     return entry.item
         return None
 
-    def numbers(self) -> list[int]:
-        """Return the numbers of the open slots."""
-        return [*self.unfilled]
-
     def held(self) -> list[T]:
         """Return the items that are held back."""
         entries = [entry.item for queue in self.queues.values() for entry in queue]
