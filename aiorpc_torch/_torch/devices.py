@@ -4,7 +4,7 @@ torch checks them in `init_rpc`. This library starts agents one by one, and chec
 workers are known. Every worker then raises the same error.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,13 +85,12 @@ class DeviceRoutes:
         return cls(sorted(used, key=str), calls, answers)
 
 
-def check_sendable(tensors: Iterable[Tensor], mapped: Collection[torch.device], peer: str) -> None:
+def check_sendable(tensors: Sequence[Tensor], mapped: Collection[torch.device], peer: str) -> None:
     """Raise ValueError for a tensor that torch would not send to `peer`, or not correctly."""
-    found = [*tensors]
-    for tensor in found:
+    for tensor in tensors:
         if (device := tensor.device).type == "cpu":
             continue
-        refuse_sparse(found)
+        refuse_sparse(tensors)
         if device not in mapped:
             raise ValueError(
                 f"a tensor on {device} cannot be sent to worker {peer!r}: move it to the CPU, or "

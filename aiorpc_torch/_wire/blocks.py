@@ -95,9 +95,6 @@ class Block:
         self._extents: dict[Hashable, Extent] = {}
         self._compact: dict[int, Tensor] = {}
 
-    def __repr__(self) -> str:
-        return f"<Block {self.size:,} bytes{', shared' if self.is_shared else ''}>"
-
     def add(self, tensor: Tensor) -> Extent:
         """Add the storage of a tensor, or its part of a larger one, unless it is there."""
         storage = tensor.untyped_storage()
@@ -155,9 +152,7 @@ def place(
 ) -> tuple[list[Block], list[Place]] | None:
     """Return the blocks and the places of a message's tensors, None if torch has to send them.
 
-    Args:
-        tensors: The tensors.
-        in_one_block: True if nothing is shared with other messages.
+    With `in_one_block` nothing is shared with other messages.
     """
     own, blocks, places = Block(), list[Block](), list[Place]()
     for tensor in tensors:
@@ -179,9 +174,7 @@ def place(
 def tensors_at(places: Iterable[Place], blocks: Sequence[tuple[Any, int]]) -> list[Tensor]:
     """Return the tensors at the places of a received message.
 
-    Args:
-        places: The places.
-        blocks: The memory of each block, and its bytes.
+    `blocks` has the memory of each block, and its bytes.
 
     Raises:
         ValueError: if a place is malformed, or exceeds its block.

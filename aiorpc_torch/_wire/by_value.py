@@ -102,13 +102,9 @@ def _cloudpickle() -> Any:
 
 
 def dump_by_value(value: Any, parts: PickleParts, reduce: Reduce, cause: NotByName) -> None:
-    """Pickle `value` with everything by value that has no name for a peer.
+    """Pickle `value` to `parts`, with everything by value that has no name for a peer.
 
-    Args:
-        value: The value.
-        parts: Where the pickle is written.
-        reduce: Is asked first.
-        cause: The error of the plain pickle.
+    `reduce` is asked first. `cause` is the error of the plain pickle.
 
     Raises:
         PicklingError: if `cloudpickle` is not installed; the message names the extra. And an
@@ -209,7 +205,12 @@ def _with_identity(obj: Any, reduced: Any) -> Any:
     if not isinstance(reduced, tuple) or len(reduced) < 6:
         return reduced
     make, args, state, _, _, set_state = reduced
-    return restore, (_identity(obj), make, args), (set_state, state), None, None, restore_state
+    if (identity := _objects.identities.get(obj)) is None:
+        number = next(_objects.numbers)
+        identity = _objects.identities[obj] = _objects.process, number
+        _objects.own[number] = obj
+        _objects.complete.add(obj)
+    return restore, (identity, make, args), (set_state, state), None, None, restore_state
 
 
 def _warn_of_old_copies(cls: type) -> None:
@@ -221,8 +222,8 @@ def _warn_of_old_copies(cls: type) -> None:
     before = _objects.uses.get(cls, uses)
     _objects.uses[cls] = uses  # one warning for each change
     for name, use in uses.items():
-        if name not in before or not _is_same(use(), before[name]()):
-            is_new = name not in before
+        is_new = name not in before
+        if is_new or not _is_same(use(), before[name]()):
             log.warning(
                 "%s was defined %safter %s, which uses it, was sent to a worker: workers that have "
                 "%s %s %s. Define %s again too, or restart them",
@@ -339,16 +340,6 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
-
-
-def _identity(obj: Any) -> Identity:
-    known = _objects.identities.get(obj)
-    if known is None:
-        number = next(_objects.numbers)
-        known = _objects.identities[obj] = _objects.process, number
-        _objects.own[number] = obj
-        _objects.complete.add(obj)
-    return known
 
 
 def is_among(function: Any, others: Iterable[Any]) -> bool:

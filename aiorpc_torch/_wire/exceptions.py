@@ -204,11 +204,8 @@ def _text(exc: BaseException) -> str:
         return "".join(traceback.format_tb(where)) + _summary(exc)
 
 
-_Pickle = tuple[bytes, list[Tensor], Outside]
-"""What `PickleParts.end` returns."""
-
-
-def _dump(exc: BaseException) -> _Pickle | None:
+def _dump(exc: BaseException) -> tuple[bytes, list[Tensor], Outside] | None:
+    """Return what `PickleParts.end` returns, None if the exception cannot be sent."""
     if isinstance(exc, _NOT_TRANSFERABLE):
         return None
     parts = PickleParts()

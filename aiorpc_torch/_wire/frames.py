@@ -70,9 +70,6 @@ class FrameReader:
         self._initial = self._view = self.free = memoryview(bytearray(_INITIAL))
         self._start = self.end = 0
 
-    def __repr__(self) -> str:
-        return f"<FrameReader {self.end - self._start} bytes unread>"
-
     def buffer(self) -> memoryview:
         """Return memory for the next bytes: at least one byte, at most what one frame needs."""
         if self.end:

@@ -7,11 +7,10 @@ rejects other processes and stale addresses. (tests/unit/wire/test_handshake.py)
 """
 
 import hmac
-import json
 import secrets
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from .plain import dump, reader
 
@@ -142,8 +141,6 @@ def is_callee_proven(
 def _prove(
     role: bytes, credentials: Credentials, connection: int, server: bytes, client: bytes
 ) -> bytes:
-    parties = json.dumps(
-        [asdict(credentials.caller), asdict(credentials.callee), connection]
-    ).encode()
+    parties = dump((credentials.caller, credentials.callee, connection))
     text = b"|".join((role, VERSION, server.hex().encode(), client.hex().encode(), parties))
     return hmac.digest(credentials.secret, text, "sha256")

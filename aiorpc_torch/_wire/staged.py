@@ -32,14 +32,10 @@ class OnDevice(NamedTuple):
 
 
 def stage(packed: PickledValue, mapped: DeviceMapping) -> PickledValue:
-    """Return the value with its tensors on devices as bytes.
+    """Return a sendable value with its tensors on devices as bytes, for devices that are `mapped`.
 
     It is `packed` itself if it has to travel by torch RPC: its tensors are not small, not all on
     devices, or not ready yet. All receivers of one value get it in the same way.
-
-    Args:
-        packed: A value that was checked to be sendable.
-        mapped: The receiver's device for each device of a tensor.
     """
     if packed.fence is None or packed.outside is not NOTHING:
         return packed

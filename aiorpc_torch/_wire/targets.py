@@ -94,6 +94,15 @@ def fetch(found: Any) -> Any:
     return found
 
 
+class Entered(NamedTuple):
+    """The one item that a remote context manager sends: what it has returned at its entry.
+
+    (tests/loopback/test_context_managers.py)
+    """
+
+    value: Any
+
+
 Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | MakeTarget | FetchTarget
 
 

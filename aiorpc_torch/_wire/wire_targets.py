@@ -156,11 +156,7 @@ def decode_target(
 
 
 def read_named(target: NamedTarget, find_named: Callable[[str, str], Any]) -> Target:
-    """Return the target that names stand for.
-
-    Args:
-        target: The names.
-        find_named: Returns the function or class of a path in a module.
+    """Return the target that names stand for; `find_named` is as `find`.
 
     Raises:
         ValueError: if the target is malformed.
