@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, overload
 
 import torch
-from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_call_timeout
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint
-from .._torch.compat import RRefBase, WorkerInfo
+from .._torch.compat import RRef, RRefBase, WorkerInfo
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
 from .call import RemoteCall, create_object

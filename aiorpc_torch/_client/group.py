@@ -8,11 +8,9 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from torch.distributed.rpc import RRef
-
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint, refuse_attribute
-from .._torch.compat import RRefBase
+from .._torch.compat import RRef, RRefBase
 from .._torch.rrefs import note_class, owner_name
 from .._wire.messages import Arguments
 from .._wire.shared_arguments import EachValue

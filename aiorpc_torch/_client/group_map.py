@@ -29,13 +29,12 @@ from typing import (
     overload,
 )
 
-from torch.distributed.rpc import RRef
-
 from .._aio.deadlines import in_seconds
 from .._aio.items import ItemIterator
 from .._aio.loops import call_soon
 from .._aio.wakeup import Wakeup
 from .._handles.mistakes import OnlyIterated
+from .._torch.compat import RRef
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name

@@ -5,12 +5,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.rpc import RRef
-
 from .._aio.deadlines import deadline_in, in_seconds, time_left
 from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint.names import watch_name
-from .._torch.compat import RRefBase
+from .._torch.compat import RRef, RRefBase
 from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, RemoteError, WorkerGone
 from .answers import is_interrupted

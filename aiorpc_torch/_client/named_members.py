@@ -10,12 +10,11 @@ import weakref
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from torch.distributed.rpc import RRef
-
 from .._aio.deadlines import deadline_in, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._endpoint import entry_points
 from .._handles.mistakes import refuse_attribute
+from .._torch.compat import RRef
 from ..errors import CallTimeout, NotInWorld
 from .group import Group
 from .group_map import Items, MapOptions, Mappable, MapResults

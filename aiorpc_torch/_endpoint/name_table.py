@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.rpc import RRef
+from .._torch.compat import RRef
 
 
 class NameTable:

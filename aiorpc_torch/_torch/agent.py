@@ -20,7 +20,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import rpc
 
 from .._aio.fork import fork_text
 from .._aio.open_files import allow_files
@@ -39,6 +38,7 @@ from .compat import (
     init_rpc_count,
     init_rpc_states,
     refuse_rpc,
+    rpc,
     set_profiler_node,
     worker_names,
 )

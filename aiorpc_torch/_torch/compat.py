@@ -59,8 +59,8 @@ try:
     )
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.autograd import profiler as _profiler
-    from torch.distributed import autograd as _autograd, rpc as _rpc
-    from torch.distributed.rpc import api as _api
+    from torch.distributed import autograd as _autograd, rpc
+    from torch.distributed.rpc import RRef, api as _api, functions
     from torch.distributed.rpc.internal import (
         PythonUDF,
         RemoteException,
@@ -74,7 +74,7 @@ try:
 
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
-    _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
     _api._is_current_rpc_agent_set  # type: ignore[attr-defined]  # noqa: B018 - see `refuse_rpc`
     load_script: Callable[..., Any] = import_ir_module_from_buffer
     wrap_script: Callable[[Any], Any] = wrap_cpp_module
@@ -93,7 +93,7 @@ except (ImportError, AttributeError) as exc:
 
 def init_rpc_count() -> int:
     """Return how many times this process has called `init_rpc`."""
-    return int(_rpc._init_counter)
+    return int(rpc._init_counter)
 
 
 def refuse_rpc() -> None:
@@ -185,7 +185,7 @@ _NOTHING = _Made.value
 _made = _Made()
 
 
-def make_rref(value: Any) -> "_rpc.RRef[Any]":
+def make_rref(value: Any) -> RRef[Any]:
     """Return an RRef of `value`: of a tensor with its type, of any other object without one.
 
     torch's constructor infers a TorchScript type, and keeps a value of that type in place of the
@@ -201,7 +201,7 @@ def make_rref(value: Any) -> "_rpc.RRef[Any]":
     made = _NOTHING if isinstance(value, Tensor) else value
     before, _made.value = _made.value, made  # a finalizer may make one meanwhile
     try:
-        rref = _rpc.RRef(value)
+        rref = RRef(value)
         kept = rref.local_value()
     except RuntimeError as exc:
         if has_agent():

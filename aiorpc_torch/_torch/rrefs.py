@@ -25,9 +25,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from torch.distributed.rpc import RRef
-
-from .compat import PythonUDF, RRefBase, current_agent, invoke_rpc, make_rref, serialize
+from .compat import PythonUDF, RRef, RRefBase, current_agent, invoke_rpc, make_rref, serialize
 from .thread_state import pin_thread_state
 
 RRefId = tuple[int, int]
