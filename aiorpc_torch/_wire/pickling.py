@@ -10,6 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -118,14 +119,12 @@ class PickledValue:
         return self.tensors
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CallAborted:
     """The outcome of a call that will get no answer, sent or not."""
 
-    __slots__ = ("error", "was_sent")
-
-    def __init__(self, error: BaseException, *, was_sent: bool = True) -> None:
-        self.error = error
-        self.was_sent = was_sent
+    error: BaseException
+    was_sent: bool = True
 
     def raise_(self) -> NoReturn:
         """Raise a copy of the error, a new object for each caller."""

@@ -5,9 +5,9 @@ workers, as one list in preorder. A call that waits for one above it closes a ci
 again, and not followed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._aio.places import MOST_LINES, Line
 from .._text import printable
@@ -112,48 +112,42 @@ def read_question(data: bytes) -> Question:
 
 def dump_answer(question: int, nodes: Sequence[CallNode]) -> bytes:
     """Return the bytes of the answer to a question."""
-    found = []
-    for node in nodes[:MOST_CALLS]:
-        texts = {name: _cut(getattr(node, name)) for name in _TEXTS}
-        lines = _cut_lines(node.lines)
-        found.append(node._replace(**texts, lines=lines))  # type: ignore[arg-type]
-    return dump((question, found))
+    return dump((question, [_with_texts(each, _cut) for each in nodes[:MOST_CALLS]]))
+
+
+def read_answer(data: bytes) -> tuple[int, list[CallNode]]:
+    """Return the number of a question and the answer of a peer, with printable text."""
+    question, nodes = _read_answer(data)
+    shown = [_with_texts(each, _shown) for each in nodes[:MOST_CALLS]]
+    return question, [each._replace(depth=max(0, min(each.depth, MOST_CALLS))) for each in shown]
+
+
+def dump_lines(lines: Sequence[Line]) -> bytes:
+    """Return the bytes of lines."""
+    return dump(_lines_with_texts(lines, _cut))
+
+
+def read_lines(data: bytes) -> list[Line]:
+    """Return the lines of a peer, with printable text."""
+    return _lines_with_texts(_read_lines(data), _shown)
 
 
 def _cut(text: str) -> str:
     return wire_text(text if len(text) <= _MAX_TEXT else f"…{text[1 - _MAX_TEXT :]}")
 
 
-def read_answer(data: bytes) -> tuple[int, list[CallNode]]:
-    """Return the number of a question and the answer of a peer, with printable text."""
-    question, nodes = _read_answer(data)
-    found = []
-    for node in nodes[:MOST_CALLS]:
-        texts = {name: printable(getattr(node, name), _MAX_TEXT) for name in _TEXTS}
-        depth, lines = max(0, min(node.depth, MOST_CALLS)), _printable_lines(node.lines)
-        found.append(node._replace(**texts, lines=lines, depth=depth))
-    return question, found
+def _shown(text: str) -> str:
+    return printable(text, _MAX_TEXT)
 
 
-def dump_lines(lines: Sequence[Line]) -> bytes:
-    """Return the bytes of lines."""
-    return dump(_cut_lines(lines))
+def _with_texts(node: CallNode, change: Callable[[str], str]) -> CallNode:
+    texts: dict[str, Any] = {name: change(getattr(node, name)) for name in _TEXTS}
+    return node._replace(**texts, lines=_lines_with_texts(node.lines, change))
 
 
-def read_lines(data: bytes) -> list[Line]:
-    """Return the lines of a peer, with printable text."""
-    return _printable_lines(_read_lines(data))
-
-
-def _cut_lines(lines: Sequence[Line]) -> list[Line]:
-    return [Line(_cut(each.function), _cut(each.file), each.line) for each in lines]
-
-
-def _printable_lines(lines: Sequence[Line]) -> list[Line]:
-    return [
-        Line(printable(each.function, _MAX_TEXT), printable(each.file, _MAX_TEXT), each.line)
-        for each in lines[:MOST_LINES]
-    ]
+def _lines_with_texts(lines: Sequence[Line], change: Callable[[str], str]) -> list[Line]:
+    few = lines[:MOST_LINES]
+    return [Line(change(each.function), change(each.file), each.line) for each in few]
 
 
 # ── what users see ──────────────────────────────────────────────────────────────────────────────
