@@ -27,6 +27,7 @@ from .._aio.process_exit import abandon_threads, has_threads
 from .._aio.signals import force_exit
 from . import rrefs
 from .compat import (
+    CPP_ERROR,
     HashStore,
     TensorPipeAgent,
     WorkerInfo,
@@ -34,6 +35,7 @@ from .compat import (
     current_agent,
     delete_rrefs,
     has_agent,
+    hide_in_cpp_log,
     init_autograd,
     init_rpc_count,
     init_rpc_states,
@@ -42,7 +44,6 @@ from .compat import (
     set_profiler_node,
     worker_names,
 )
-from .cpp_log import ERROR, hide_in_cpp_log
 from .devices import DeviceRoutes, NamedDeviceMaps
 
 _first_id: int | None = None  # the worker id of this process in its first world
@@ -128,7 +129,7 @@ class Agent:
         *,
         threads: int,
         transports: Sequence[str] | None,
-        channels: Sequence[str] | None = None,
+        channels: list[str] | None = None,
         device_maps: Mapping[str, NamedDeviceMaps],
         first_world: bool,
         routes: Routes | None = None,
@@ -138,7 +139,7 @@ class Agent:
             num_worker_threads=threads,
             device_maps={**device_maps[name]},  # type: ignore[dict-item]  # torch takes str, too
             _transports=list(transports or DEFAULT_TRANSPORTS),
-            _channels=channel_names(channels),
+            _channels=channels,
         )
         self._name = name
         self._is_first_world = first_world
@@ -198,7 +199,7 @@ class Agent:
         """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""
         if self._is_first_world:  # in later worlds torch's messages about RRefs do not arrive
             # A process that died, or left by itself, has given none back: torch logs an error.
-            with hide_in_cpp_log(ERROR):
+            with hide_in_cpp_log(CPP_ERROR):
                 delete_rrefs(timedelta(seconds=1))
 
     def drain(self) -> None:

@@ -3,13 +3,14 @@
 Without one of them the import fails with an error that names the supported versions.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CoroutineType
 from typing import Any, NoReturn
 
@@ -282,6 +283,15 @@ current_context_id, force_context = find_context_functions()
 """Return the id of this thread's distributed autograd context, -1 without one."""
 
 
+# ── torch's C++ log ─────────────────────────────────────────────────────────────────────────────
+
+# If a peer dies, or a worker leaves after an error, torch's RPC logs a warning for each broken pipe
+# and for each RRef. Every process does so (2.13, 2.15). This library raises or logs each of these
+# events once, in its own words; the C++ lines would bury the program's own error.
+
+CPP_WARNING, CPP_ERROR = 1, 2
+
+
 def find_cpp_log_level(library: str = os.path.join(_LIBRARIES, "libc10.so")) -> ctypes.c_int | None:
     """Return the level below which torch's C++ code does not log, None if it is not exported.
 
@@ -294,4 +304,21 @@ def find_cpp_log_level(library: str = os.path.join(_LIBRARIES, "libc10.so")) -> 
 
 
 cpp_log_level = find_cpp_log_level()
-"""Level of torch's C++ log: 1 for warnings, 2 for errors only."""
+"""Least level that torch's C++ code logs."""
+
+
+@contextlib.contextmanager
+def hide_in_cpp_log(least: int) -> Iterator[None]:
+    """Log nothing of the level `least` inside the block, if it is the least that is logged.
+
+    Another one was chosen by the environment or the program, and stays.
+    """
+    level = cpp_log_level
+    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ or level.value != least:
+        yield
+        return
+    level.value = least + 1
+    try:
+        yield
+    finally:
+        level.value = least
