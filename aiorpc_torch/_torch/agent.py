@@ -49,13 +49,7 @@ from .devices import DeviceRoutes, NamedDeviceMaps
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
 
-# Shared memory polls from the agent's start: 85 % of a core in a world of one without a peer.
-DEFAULT_TRANSPORTS = ("uv",)
-
 CHANNELS = "AIORPC_TORCH_CHANNELS"
-
-# Seconds for a backward to end at the exit of the process, after a failure and without one.
-_AFTER_FAILURE, _OTHERWISE = 0.5, 5.0
 
 
 def process_worker_id() -> int | None:
@@ -138,7 +132,8 @@ class Agent:
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
             device_maps={**device_maps[name]},  # type: ignore[dict-item]  # torch takes str, too
-            _transports=list(transports or DEFAULT_TRANSPORTS),
+            # Not shm: it polls from the start, 85 % of a core in a world of one without a peer.
+            _transports=list(transports or ("uv",)),
             _channels=channels,
         )
         self._name = name
@@ -301,7 +296,7 @@ def _stop_at_exit() -> None:
     # A backward that returns after Python has ended aborts the process, and torch's exit functions
     # wait for one without end. (2.13, 2.15; tests/integration/test_signals.py)
     failure = getattr(sys, "last_value", None)
-    end = time.monotonic() + (_OTHERWISE if failure is None else _AFTER_FAILURE)
+    end = time.monotonic() + (5.0 if failure is None else 0.5)
     while _first_id is not None and int(autograd_debug_info()["num_current_backward_passes"]):
         if time.monotonic() > end:
             force_exit(130 if isinstance(failure, KeyboardInterrupt) else 1)

@@ -28,9 +28,7 @@ def attach_send_edges(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the tensors to send for `tensors`, and a token if only the token carries `edges`.
 
-    Args:
-        tensors: tensors of a call or of a result.
-        edges: receive edges, at which a backward through this message is to start as well.
+    At these receive edges a backward through this message is to start as well.
     """
     found = [*tensors]
     carrying = [index for index, tensor in enumerate(found) if tensor.requires_grad]

@@ -242,11 +242,10 @@ ScriptMeta.__instancecheck__ = _is_script_module  # type: ignore[method-assign]
 
 _CONTAINER = "_ZN5torch11distributed8autograd21DistAutogradContainer"
 _LIBRARIES = os.path.join(os.path.dirname(torch.__file__), "lib")
-_LIBRARY = os.path.join(_LIBRARIES, "libtorch_cpu.so")
 
 
 def find_context_functions(
-    library: str = _LIBRARY,
+    library: str = os.path.join(_LIBRARIES, "libtorch_cpu.so"),
 ) -> tuple[Callable[[], int], Callable[[int], None] | None]:
     """Return functions that get and set the autograd context id of the calling thread.
 

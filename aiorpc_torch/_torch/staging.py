@@ -48,9 +48,7 @@ _pauses: dict[torch.device, float] = {}
 def copies_on_host(tensors: Sequence[Tensor], fence: StreamFence) -> list[Tensor] | None:
     """Return the bytes of each tensor's storage, None if the tensors have to travel by torch RPC.
 
-    Args:
-        tensors: The tensors of a message, without storages that are larger than they are.
-        fence: Behind the work that computes them.
+    No storage is larger than its tensor. The `fence` is behind the work that computes them.
     """
     start = time.perf_counter()
     if not _are_small(tensors) or any(start < _pauses.get(each, 0.0) for each in fence.devices):

@@ -107,11 +107,8 @@ class PickleParts(list[Any]):
 
     It does not refer to the pickler: that would be a cycle, which keeps what was pickled.
 
-    Args:
-        tensors: Tensors that are outside already.
-
     Attributes:
-        tensors: The value's tensors.
+        tensors: The value's tensors, with those that are outside already.
         are_copied: Whether an object copies its buffer when it is loaded.
     """
 

@@ -64,7 +64,6 @@ class PickledValue:
     """
 
     __slots__ = (
-        "_without_graph",
         "data",
         "fence",
         "on_host",
@@ -72,6 +71,7 @@ class PickledValue:
         "rrefs",
         "size",
         "tensors",
+        "without_graph",
     )
 
     def __init__(
@@ -84,7 +84,7 @@ class PickledValue:
         self.data = data
         self.tensors = tensors
         self.outside = outside
-        self._without_graph = without_graph
+        self.without_graph = without_graph
         self.fence = fence_tensors(tensors)
         self.on_host: Sequence[Tensor] | None = None
         self.rrefs: Sequence[tuple[Any, SharingMode]] = ()
@@ -98,8 +98,8 @@ class PickledValue:
 
     def warn_of_lost_graph(self, what: str) -> None:
         """Warn if a tensor that requires a gradient was pickled without its autograd graph."""
-        if self._without_graph is not None:
-            name = self._without_graph.__name__
+        if self.without_graph is not None:
+            name = self.without_graph.__name__
             warnings.warn(
                 f"{what} is or holds a {name}, to which no gradient returns: tensors of subclasses "
                 "travel as copies without a graph. Send its `.as_subclass(torch.Tensor)`, or "
@@ -150,7 +150,6 @@ class SharedPickle:
         packer = _SharedPickler()
         self._shared = packer.pack(value)
         self._shared.tensors = share(self._shared.tensors)
-        self._without_graph = packer.without_graph
         self._slots = packer.slots
 
     def fill(self, values: Sequence[Any]) -> PickledValue:
@@ -162,7 +161,7 @@ class SharedPickle:
         ]
         shared = self._shared
         packer = _ValuePickler(shared.tensors)  # they come first
-        packer.without_graph = self._without_graph
+        packer.without_graph = shared.without_graph
         found = shared.data, len(shared.tensors), shared.outside, filled
         packed = packer.pack(PickledAs(_fill_slots, *found))
         packed.rrefs = ()  # not to be taken back: a retry sends the same pickle
