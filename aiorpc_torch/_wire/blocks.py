@@ -93,7 +93,7 @@ class Block:
         self.contents: list[Hashable] = []
         self.copy: Any = None
         self._extents: dict[Hashable, Extent] = {}
-        self._compact: dict[int, Tensor] = {}
+        self.compact: dict[int, Tensor] = {}  # by the `id` of each tensor
 
     def add(self, tensor: Tensor) -> Extent:
         """Add the storage of a tensor, or its part of a larger one, unless it is there."""
@@ -112,17 +112,15 @@ class Block:
             self.size += -(-size // ALIGNMENT) * ALIGNMENT
         return self._extents[key]
 
-    def compact(self, tensor: Tensor) -> Tensor:
-        """Return `compact_storage` of a tensor for all messages that share the block."""
-        if id(tensor) not in self._compact:
-            self._compact[id(tensor)] = compact_storage(tensor)
-        return self._compact[id(tensor)]
-
 
 def compact(tensor: Tensor) -> Tensor:
     """Return the tensor for torch, or a copy of it if its storage is larger than the tensor."""
-    block = getattr(tensor, _BLOCK_ATTRIBUTE, None)
-    return compact_storage(tensor) if block is None else block.compact(tensor)
+    block: Block | None = getattr(tensor, _BLOCK_ATTRIBUTE, None)
+    if block is None:
+        return compact_storage(tensor)
+    if id(tensor) not in block.compact:  # one for all messages that share the block
+        block.compact[id(tensor)] = compact_storage(tensor)
+    return block.compact[id(tensor)]
 
 
 def can_place(tensor: Tensor) -> bool:
