@@ -7,7 +7,7 @@ never waits. (tests/gpu/test_stream_order.py, tests/unit/torch/test_cuda.py)
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .tree import tensors_in
 class StreamFence:
     """Events behind the work that this thread has queued for some CUDA tensors."""
 
-    __slots__ = ("_events", "_tensors")
+    __slots__ = ("_events", "_tensors", "devices")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -30,11 +30,7 @@ class StreamFence:
             device: torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in tensors}
         }
-
-    @property
-    def devices(self) -> Collection[torch.device]:
-        """Return the devices of the tensors."""
-        return self._events.keys()
+        self.devices = self._events.keys()
 
     def is_done(self, until: float) -> bool:
         """Return whether the work is done; the host waits until a `time.perf_counter()` at most."""

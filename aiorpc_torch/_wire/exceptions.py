@@ -280,7 +280,7 @@ def reduce_exception(exc: BaseException) -> Any:
     return rebuild, (cls, reduced[1], state)
 
 
-def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) -> BaseException:
+def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any) -> BaseException:
     """Create the exception without the `__init__` of its class."""
     base = _builtin_base(cls)
     exc = base.__new__(cls, *args)

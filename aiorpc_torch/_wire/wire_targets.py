@@ -57,11 +57,10 @@ EncodedTarget = NamedTarget | PickledValue
 
 def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
     """Return the target as sent, with the RRef id `on`, unless None, instead of its RRef."""
-    if type(target) is MethodTarget:  # the common case
+    if isinstance(target, MethodTarget):  # the common case
         return NamedTarget(METHOD, _object(target, on), target.name)
     if isinstance(target, FetchTarget):
         return NamedTarget(FETCH, _object(target, on))
-    assert not isinstance(target, MethodTarget)
     if (name := name_of(target.function)) is not None:
         return NamedTarget(_KINDS[type(target)], _object(target, on), *name)
     if on is not None and isinstance(target, BoundTarget | MakeTarget):
