@@ -44,6 +44,9 @@ class Slots(Generic[T]):
         self._early: dict[int, T] = {}
         self._closed: dict[int, None] = {}  # the latest numbers whose slot was dropped or filled
 
+    def __repr__(self) -> str:
+        return f"<Slots {len(self.unfilled)} open, {len(self._early)} payloads early>"
+
     def __len__(self) -> int:
         """Return the number of open slots, and of calls held back behind them. In any thread."""
         return sum(map(len, [*self.queues.values()])) if self.queues else 0
