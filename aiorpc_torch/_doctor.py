@@ -23,7 +23,6 @@ from ._children.local import local_world
 from ._client.api import call
 from ._port import network
 from ._torch.compat import SUPPORTED
-from ._torch.devices import cuda_device_count
 from ._version import __version__
 from ._world import launch
 
@@ -183,7 +182,7 @@ def certificate() -> Finding:
 
 def devices() -> Finding:
     """Return the CUDA devices."""
-    count = cuda_device_count()
+    count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     return Finding("CUDA", f"{names} (device_maps= or 'auto')" if count else "no device")
 

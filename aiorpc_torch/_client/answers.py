@@ -6,7 +6,7 @@ from typing import Any, NoReturn, TypeGuard
 from .._text import printable
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
-from .._wire.targets import Target, call_name
+from .._wire.targets import CreateTarget, Target, call_name
 from ..errors import (
     NotInWorld,
     RemoteError,
@@ -69,7 +69,8 @@ def exception_of(answer: Any, target: Target) -> BaseException | None:
     """Return the exception that the answer to a call of `target` stands for, None for a value."""
     if type(answer) is RemoteFailure:
         found = answer.exception()
-        if isinstance(found, TypeError) and "positional argument" in str(found):
+        is_created = isinstance(target, CreateTarget)
+        if isinstance(found, TypeError) and "positional argument" in str(found) and not is_created:
             function = getattr(target, "function", None)
             # The method of an object here got the remote object as an argument.
             if isinstance(function, MethodType) and not isinstance(function.__self__, type):

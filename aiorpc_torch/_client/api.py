@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast, overload
 
 import torch
-from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_call_timeout
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint
-from .._torch.compat import RRefBase, WorkerInfo
+from .._torch.compat import RRef, RRefBase, WorkerInfo
 from .._torch.rrefs import note_class
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, FetchTarget, FunctionTarget, MakeTarget

@@ -4,11 +4,9 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from torch.distributed.rpc import RRef
-
 from .._handles.handles import described, of_handle
 from .._handles.mistakes import await_hint, refuse_attribute
-from .._torch.compat import RRefBase
+from .._torch.compat import RRef, RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.shared_arguments import EachValue
 from .group_map import Mappable

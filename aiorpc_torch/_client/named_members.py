@@ -11,15 +11,13 @@ import weakref
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from torch.distributed.rpc import RRef
-
 from .._aio.deadlines import deadline_in, in_seconds, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._aio.waiting import LOG_DELAY, announced
 from .._endpoint import entry_points
 from .._endpoint.names import watch_name
 from .._handles.mistakes import refuse_attribute
-from .._torch.compat import RRefBase
+from .._torch.compat import RRef, RRefBase
 from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, NotInWorld, RemoteError, WorkerGone
 from .answers import is_interrupted

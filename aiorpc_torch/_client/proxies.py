@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from torch.distributed.rpc import RRef
+
 
 from .._handles.mistakes import no_attribute
 from .._torch.rrefs import known_class, owner_name

@@ -9,12 +9,10 @@ import asyncio
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
-from torch.distributed.rpc import RRef
-
 from .._aio.deadlines import deadline_in, in_seconds, time_left
 from .._aio.items import ItemIterator, has_passed
 from .._handles.mistakes import refuse_attribute
-from .._torch.compat import RRefBase
+from .._torch.compat import RRef, RRefBase
 from .._torch.rrefs import identity, owner_name
 from .._wire.exceptions import try_add_note
 from .._wire.pickling import CallAborted

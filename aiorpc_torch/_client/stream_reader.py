@@ -12,10 +12,9 @@ from .._aio.loops import Wakeup
 from .._wire.ancestry import CallKey
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import INITIAL_CREDIT
-from .._wire.entered import Entered
 from .._wire.exceptions import RemoteFailure
 from .._wire.pickling import CallAborted
-from .._wire.targets import call_name, target_name
+from .._wire.targets import Entered, call_name, target_name
 from .answers import raise_aborted
 
 

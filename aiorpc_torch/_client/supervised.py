@@ -11,11 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from torch.distributed.rpc import RRef
-
 from .._aio.loops import run_on_loop
 from .._handles.mistakes import refuse_attribute
-from .._torch.compat import RRefBase
+from .._torch.compat import RRef, RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import function_name

@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
-from torch.distributed.rpc import functions
 from torch.futures import Future
 
 from .._aio.fork import begin_worker, end_worker, fork_text
 from .._aio.signals import force_exit
 from .._torch.agent import agent_name
-from .._torch.compat import WorkerInfo, on_group_change
+from .._torch.compat import WorkerInfo, functions, on_group_change
 from .._torch.thread_state import pin_thread_state
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import VERSION, Party

@@ -6,12 +6,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed.rpc import RRef
-
 from .._aio.loops import call_soon
 from .._handles.handles import is_of_this_process, of_handle
 from .._handles.mistakes import await_hint
-from .._torch.compat import RRefBase, make_rref
+from .._torch.compat import RRef, RRefBase, make_rref
 from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
 from . import entry_points

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
+import torch
+
 from .._aio.host import network_namespace
 from .._aio.loops import LoopFactory, new_event_loop
 from .._directory.registration import MAX_PROCESSES, Registration, check_worker_name
 from .._port.tls import Tls
 from .._server.exports import Export
 from .._torch.agent import check_names_of_torch, process_worker_id
-from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
+from .._torch.devices import DeviceMaps, normalize_device_maps
 from .._version import __version__
 
 Initializer = Callable[[str], object]
@@ -173,7 +175,7 @@ class WorkerConfig(NodeConfig):
             self.world_size,
             __version__,
             process_worker_id(),
-            cuda_device_count(),
+            torch.cuda.device_count(),
             normalize_device_maps(self.device_maps),
             network_namespace(),
             joined=self.join,

@@ -206,7 +206,8 @@ class Membership:
             self.agent.add_peer(member)
             self._peers.admit(member)
         else:
-            self.agent.replace_peer(known.member, member)
+            self.agent.free_name(known.member)
+            self.agent.add_peer(member)
             self._do(self._peers.replace(member))
         return True
 

@@ -13,13 +13,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from torch.distributed.rpc import RRef
-
 from .._aio.loops import call_soon
 from .._client.answers import is_interrupted, is_own
 from .._client.call import RemoteCall
 from .._endpoint.names import NameTable, State, take_state, watch_state
 from .._peers.peers import Peers
+from .._torch.compat import RRef
 from .._wire.handshake import Party
 from .._wire.targets import FunctionTarget
 from ..errors import RpcError, WorkerGone, WorkerUnreachable

@@ -88,7 +88,7 @@ class View:
         if (call := session.calls.get(number)) is not None:
             return self.of_call(call)
         state = "has ended, and its result is on the way, or it has not arrived yet"
-        if number in session.dispatcher.slots.numbers():
+        if number in session.dispatcher.slots.unfilled:
             state = "waits for its tensors, which torch RPC brings"
         key = key_of(session.key, number)
         return Subject(key, "", session.caller, 0.0, state)

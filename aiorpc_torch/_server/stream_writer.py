@@ -17,8 +17,8 @@ from .._aio.threads import memory_threads, run_in_thread
 from .._wire.buffers import COPY_ON_LOOP
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
 from .._wire.connection_state import INITIAL_CREDIT, credit_cost
-from .._wire.entered import Entered
 from .._wire.exceptions import try_add_note
+from .._wire.targets import Entered
 from .calls import RpcCall
 
 

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from torch.distributed.rpc import functions
 from torch.futures import Future
 
 from .._endpoint.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
-from .._torch.compat import RemoteException, refuse_coroutines
+from .._torch.compat import RemoteException, functions, refuse_coroutines
 from .._torch.sendable import check_tensors
 from .._torch.tree import tensors_in
 from .._wire.messages import Arguments

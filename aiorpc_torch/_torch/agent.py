@@ -20,13 +20,13 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import rpc
 
-from .._aio.fork import check_not_forked, fork_text
+from .._aio.fork import fork_text
 from .._aio.host import allow_files
 from .._aio.signals import abandon_threads, force_exit, has_threads
 from . import rrefs
 from .compat import (
+    CPP_ERROR,
     HashStore,
     TensorPipeAgent,
     WorkerInfo,
@@ -34,27 +34,21 @@ from .compat import (
     current_agent,
     delete_rrefs,
     has_agent,
+    hide_in_cpp_log,
     init_autograd,
     init_rpc_count,
     init_rpc_states,
     refuse_rpc,
+    rpc,
     set_profiler_node,
     worker_names,
 )
-from .cpp_log import cpp_errors_hidden
 from .devices import DeviceRoutes, NamedDeviceMaps
 
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
 
-# Shared memory polls from the agent's start: 85 % of a core in a world of one without a peer.
-_NO_ID = -1  # no worker has it
-
-DEFAULT_TRANSPORTS = ("uv",)
 CHANNELS = "AIORPC_TORCH_CHANNELS"
-
-# Seconds for a backward to end at the exit of the process, after a failure and without one.
-_AFTER_FAILURE, _OTHERWISE = 0.5, 5.0
 
 
 def process_worker_id() -> int | None:
@@ -128,7 +122,7 @@ class Agent:
         *,
         threads: int,
         transports: Sequence[str] | None,
-        channels: Sequence[str] | None = None,
+        channels: list[str] | None = None,
         device_maps: Mapping[str, NamedDeviceMaps],
         first_world: bool,
         routes: Routes | None = None,
@@ -137,8 +131,9 @@ class Agent:
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
             device_maps={**device_maps[name]},  # type: ignore[dict-item]  # torch takes str, too
-            _transports=list(transports or DEFAULT_TRANSPORTS),
-            _channels=channel_names(channels),
+            # Not shm: it polls from the start, 85 % of a core in a world of one without a peer.
+            _transports=list(transports or ("uv",)),
+            _channels=channels,
         )
         self._name = name
         self._is_first_world = first_world
@@ -179,11 +174,6 @@ class Agent:
         names.add(peer.name)
         allow_files(len(names))
 
-    def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> None:
-        """Replace a peer by its new process."""
-        self.free_name(old)
-        self.add_peer(peer)
-
     def free_name(self, old: PeerInfo) -> None:
         """Free the name of a process that is gone: another process may get it.
 
@@ -191,19 +181,19 @@ class Agent:
         entry of the owner meanwhile. After its erasure torch would read freed memory.
         (2.15; tests/unit/torch/test_agent.py)
         """
-        rrefs.note_past(old.worker_id)
+        rrefs.past_ids.add(old.worker_id)
         if self._routes is not None:
             self._routes.forget(old)
         # torch forgets the maps that are not listed. An entry that stays would not be replaced.
         kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
-        name_only = WorkerInfo(old.name, _NO_ID)
+        name_only = WorkerInfo(old.name, -1)  # an id that no worker has
         self._agent._update_group_membership(name_only, self.routes.used, kept, False)
 
     def release_rrefs(self) -> None:
         """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""
         if self._is_first_world:  # in later worlds torch's messages about RRefs do not arrive
             # A process that died, or left by itself, has given none back: torch logs an error.
-            with cpp_errors_hidden():
+            with hide_in_cpp_log(CPP_ERROR):
                 delete_rrefs(timedelta(seconds=1))
 
     def drain(self) -> None:
@@ -272,11 +262,11 @@ def adopt_agent() -> list[PeerInfo]:
     is_first = _first_id is None and generation == 1
     if _first_id is None:
         _first_id = own.id
-    rrefs.adopt_world(own.id, generation, counted=is_first)
+    rrefs.enter_world(own.id, counted=is_first, generation=generation)
     infos = sorted(agent.get_worker_infos(), key=lambda info: info.id)
-    maps = {info.name: device_map_for(info) for info in infos if info.id != own.id}
-    used = {peer: devices for peer, devices in maps.items() if devices}
-    return [adopted_peer(info, used if info.id == own.id else {}) for info in infos]
+    others = (info for info in infos if info.id != own.id)
+    maps = {info.name: devices for info in others if (devices := device_map_for(info))}
+    return [adopted_peer(info, maps if info.id == own.id else {}) for info in infos]
 
 
 def adopted_peer(info: WorkerInfo, device_maps: NamedDeviceMaps | None = None) -> PeerInfo:
@@ -286,16 +276,13 @@ def adopted_peer(info: WorkerInfo, device_maps: NamedDeviceMaps | None = None) -
 
 def device_map_for(info: WorkerInfo) -> dict[str, str]:
     """Return the map, in the options of `init_rpc`, of this worker's devices to a peer's."""
-    return _names(current_agent()._get_device_map(info))
+    devices = current_agent()._get_device_map(info)
+    return {str(own): str(theirs) for own, theirs in devices.items()}
 
 
 def init_method() -> str:
     """Return the URL with which `init_rpc` was called."""
     return str(current_agent()._get_backend_options().init_method)
-
-
-def _names(devices: dict[torch.device, torch.device]) -> dict[str, str]:
-    return {str(own): str(theirs) for own, theirs in devices.items()}
 
 
 @atexit.register
@@ -308,7 +295,7 @@ def _stop_at_exit() -> None:
     # A backward that returns after Python has ended aborts the process, and torch's exit functions
     # wait for one without end. (2.13, 2.15; tests/integration/test_signals.py)
     failure = getattr(sys, "last_value", None)
-    end = time.monotonic() + (_OTHERWISE if failure is None else _AFTER_FAILURE)
+    end = time.monotonic() + (5.0 if failure is None else 0.5)
     while _first_id is not None and int(autograd_debug_info()["num_current_backward_passes"]):
         if time.monotonic() > end:
             force_exit(130 if isinstance(failure, KeyboardInterrupt) else 1)
@@ -321,7 +308,7 @@ def _forget() -> None:
     _needs_stop = False
     rrefs.leave_to_parent()
     if fork_text():
-        refuse_rpc(check_not_forked)
+        refuse_rpc()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -28,9 +28,7 @@ def attach_send_edges(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the tensors to send for `tensors`, and a token if only the token carries `edges`.
 
-    Args:
-        tensors: tensors of a call or of a result.
-        edges: receive edges, at which a backward through this message is to start as well.
+    At these receive edges a backward through this message is to start as well.
     """
     found = [*tensors]
     carrying = [index for index, tensor in enumerate(found) if tensor.requires_grad]
@@ -93,10 +91,18 @@ class _RecvEdge(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, *gradients: Tensor | None) -> Any:
         pin_thread_state()
-        pairs = zip(gradients, ctx.kinds, strict=True)
-        return tuple(
-            _to_send([_absent(*kind) if each is None else _present(each) for each, kind in pairs])
-        )
+        sent = []
+        for each, kind in zip(gradients, ctx.kinds, strict=True):
+            if each is None:
+                each = _absent(*kind)
+            elif _is_absent(each):  # a row of a stack, for example, may have this form
+                each = each.clone()
+            sent.append(each)
+        if all(each.device.type == "cpu" for each in sent):
+            check_tensors(sent)  # torch would end the process for some
+            return (*sent,)
+        are_strided = (each if each.layout is torch.strided else each.to_dense() for each in sent)
+        return (*sendable([*are_strided]),)
 
 
 def _scalar() -> Tensor:
@@ -114,29 +120,10 @@ def _absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tens
     return torch.zeros(2, dtype=dtype, device=device).as_strided(shape, [0] * len(shape), 1)
 
 
-def _present(gradient: Tensor) -> Tensor:
-    # A row of a stack, for example, may have the form of an absent gradient.
-    return gradient.clone() if _is_absent(gradient) else gradient
-
-
 def _is_absent(gradient: Tensor | None) -> bool:
     return gradient is None or bool(
         gradient.layout is torch.strided
         and gradient.storage_offset() == 1
         and not any(gradient.stride())
         and gradient.untyped_storage().nbytes() == 2 * gradient.itemsize
-    )
-
-
-def _to_send(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of one message in forms that torch can send.
-
-    Raises:
-        ValueError: if torch would end the process for one.
-    """
-    if all(each.device.type == "cpu" for each in gradients):
-        check_tensors(gradients)
-        return [*gradients]
-    return sendable(
-        [each if each.layout is torch.strided else each.to_dense() for each in gradients]
     )

@@ -3,19 +3,21 @@
 Without one of them the import fails with an error that names the supported versions.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CoroutineType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from .._aio.fork import check_not_forked
 from .._version import __version__
 from ..errors import NotInWorld
 
@@ -58,8 +60,8 @@ try:
     )
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.autograd import profiler as _profiler
-    from torch.distributed import autograd as _autograd, rpc as _rpc
-    from torch.distributed.rpc import api as _api
+    from torch.distributed import autograd as _autograd, rpc
+    from torch.distributed.rpc import RRef, api as _api, functions
     from torch.distributed.rpc.internal import (
         PythonUDF,
         RemoteException,
@@ -73,7 +75,7 @@ try:
 
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
-    _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
     _api._is_current_rpc_agent_set  # type: ignore[attr-defined]  # noqa: B018 - see `refuse_rpc`
     load_script: Callable[..., Any] = import_ir_module_from_buffer
     wrap_script: Callable[[Any], Any] = wrap_cpp_module
@@ -92,20 +94,20 @@ except (ImportError, AttributeError) as exc:
 
 def init_rpc_count() -> int:
     """Return how many times this process has called `init_rpc`."""
-    return int(_rpc._init_counter)
+    return int(rpc._init_counter)
 
 
-def refuse_rpc(refuse: Callable[[], None]) -> None:
-    """Let the functions of torch's RPC, and methods of RRefs that send, call `refuse`: it raises.
+def refuse_rpc() -> None:
+    """Let the functions of torch's RPC, and methods of RRefs that send, raise: this is a fork.
 
-    For a fork, so without a lock of torch's: another thread of the parent may have held it.
+    Without a lock of torch's: another thread of the parent may have held it.
     """
 
-    def refuse_all(*_: Any, **__: Any) -> None:
-        refuse()
+    def refuse(*_: Any, **__: Any) -> None:
+        check_not_forked()
 
-    _api._is_current_rpc_agent_set = refuse_all  # type: ignore[attr-defined, assignment]
-    RRefBase.to_here = RRefBase._get_type = refuse_all  # type: ignore[assignment, method-assign]
+    _api._is_current_rpc_agent_set = refuse  # type: ignore[attr-defined, assignment]
+    RRefBase.to_here = RRefBase._get_type = refuse  # type: ignore[assignment, method-assign]
 
 
 def refuse_coroutines(text: str) -> None:
@@ -184,7 +186,7 @@ _NOTHING = _Made.value
 _made = _Made()
 
 
-def make_rref(value: Any) -> "_rpc.RRef[Any]":
+def make_rref(value: Any) -> RRef[Any]:
     """Return an RRef of `value`: of a tensor with its type, of any other object without one.
 
     torch's constructor infers a TorchScript type, and keeps a value of that type in place of the
@@ -196,30 +198,25 @@ def make_rref(value: Any) -> "_rpc.RRef[Any]":
     Raises:
         NotInWorld: outside a world, or once this worker leaves it.
     """
+    # Of a tensor: distributed autograd and torch's optimizers need the type.
+    made = _NOTHING if isinstance(value, Tensor) else value
+    before, _made.value = _made.value, made  # a finalizer may make one meanwhile
     try:
-        rref = _made_of(value)
+        rref = RRef(value)
         kept = rref.local_value()
     except RuntimeError as exc:
         if has_agent():
             raise
         text = "an RRef is of a world: enter one first, as with local_world() or worker()"
         raise NotInWorld(text) from exc
+    finally:
+        _made.value = before
     if kept is not value:
         raise RuntimeError(
             f"torch {torch.__version__} has converted a {type(value).__qualname__} behind an RRef; "
             f"supported versions: {SUPPORTED}"
         )
     return rref
-
-
-def _made_of(value: Any) -> "_rpc.RRef[Any]":
-    if isinstance(value, Tensor):  # distributed autograd and torch's optimizers need the type
-        return _rpc.RRef(value)
-    before, _made.value = _made.value, value  # a finalizer may make one meanwhile
-    try:
-        return _rpc.RRef(value)
-    finally:
-        _made.value = before
 
 
 @functools.wraps(_can_compile)
@@ -245,11 +242,10 @@ ScriptMeta.__instancecheck__ = _is_script_module  # type: ignore[method-assign]
 
 _CONTAINER = "_ZN5torch11distributed8autograd21DistAutogradContainer"
 _LIBRARIES = os.path.join(os.path.dirname(torch.__file__), "lib")
-_LIBRARY = os.path.join(_LIBRARIES, "libtorch_cpu.so")
 
 
 def find_context_functions(
-    library: str = _LIBRARY,
+    library: str = os.path.join(_LIBRARIES, "libtorch_cpu.so"),
 ) -> tuple[Callable[[], int], Callable[[int], None] | None]:
     """Return functions that get and set the autograd context id of the calling thread.
 
@@ -286,6 +282,15 @@ current_context_id, force_context = find_context_functions()
 """Return the id of this thread's distributed autograd context, -1 without one."""
 
 
+# ── torch's C++ log ─────────────────────────────────────────────────────────────────────────────
+
+# If a peer dies, or a worker leaves after an error, torch's RPC logs a warning for each broken pipe
+# and for each RRef. Every process does so (2.13, 2.15). This library raises or logs each of these
+# events once, in its own words; the C++ lines would bury the program's own error.
+
+CPP_WARNING, CPP_ERROR = 1, 2
+
+
 def find_cpp_log_level(library: str = os.path.join(_LIBRARIES, "libc10.so")) -> ctypes.c_int | None:
     """Return the level below which torch's C++ code does not log, None if it is not exported.
 
@@ -298,4 +303,21 @@ def find_cpp_log_level(library: str = os.path.join(_LIBRARIES, "libc10.so")) -> 
 
 
 cpp_log_level = find_cpp_log_level()
-"""Level of torch's C++ log: 1 for warnings, 2 for errors only."""
+"""Least level that torch's C++ code logs."""
+
+
+@contextlib.contextmanager
+def hide_in_cpp_log(least: int) -> Iterator[None]:
+    """Log nothing of the level `least` inside the block, if it is the least that is logged.
+
+    Another one was chosen by the environment or the program, and stays.
+    """
+    level = cpp_log_level
+    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ or level.value != least:
+        yield
+        return
+    level.value = least + 1
+    try:
+        yield
+    finally:
+        level.value = least

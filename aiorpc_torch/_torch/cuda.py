@@ -7,7 +7,7 @@ never waits. (tests/gpu/test_stream_order.py, tests/unit/torch/test_cuda.py)
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .tree import tensors_in
 class StreamFence:
     """Events behind the work that this thread has queued for some CUDA tensors."""
 
-    __slots__ = ("_events", "_tensors")
+    __slots__ = ("_events", "_tensors", "devices")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -30,11 +30,7 @@ class StreamFence:
             device: torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in tensors}
         }
-
-    @property
-    def devices(self) -> Collection[torch.device]:
-        """Return the devices of the tensors."""
-        return self._events.keys()
+        self.devices = self._events.keys()
 
     def is_done(self, until: float) -> bool:
         """Return whether the work is done; the host waits until a `time.perf_counter()` at most."""
@@ -123,32 +119,28 @@ def sendable(tensors: Sequence[Tensor]) -> list[Tensor]:
     if all(device.type == "cpu" for device in devices):
         return [*tensors]
     refuse_sparse(tensors)
-    found = [tensor if _has_memory(tensor) else _with_memory(tensor) for tensor in tensors]
-    return _without_aliases(found) if len(devices) > 1 else found
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or tensor.numel() > 0
+    found, storages = [], set[int]()
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and not tensor.numel():
+            sent = _with_memory(tensor)
+        elif len(devices) > 1 and tensor.untyped_storage()._cdata in storages:
+            sent = copy_of(tensor)
+        else:
+            sent = tensor
+        found.append(sent)
+        storages.add(sent.untyped_storage()._cdata)
+    return found
 
 
 def _with_memory(tensor: Tensor) -> Tensor:
-    with torch.enable_grad():  # on the event loop's thread a coroutine may wait in its no_grad()
+    with torch.enable_grad():
         one_more = torch.cat((tensor.flatten(), tensor.new_zeros(1)))
         return _requiring_as(tensor, one_more[:0].view(tensor.shape))
 
 
-def _without_aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
-    found, storages = [], set[int]()
-    for tensor in tensors:
-        storage = tensor.untyped_storage()._cdata
-        found.append(copy_of(tensor) if storage in storages else tensor)
-        storages.add(storage)
-    return found
-
-
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy that requires a gradient if the tensor does; a part of its autograd graph."""
-    with torch.enable_grad():
+    with torch.enable_grad():  # on the event loop's thread a coroutine may wait in its no_grad()
         return _requiring_as(tensor, clone(tensor))
 
 

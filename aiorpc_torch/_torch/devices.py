@@ -4,15 +4,14 @@ torch checks them in `init_rpc`. This library starts agents one by one, and chec
 workers are known. Every worker then raises the same error.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-DeviceMap = Mapping[Any, Any]
-DeviceMaps = Mapping[str, DeviceMap] | Literal["auto"]
+DeviceMaps = Mapping[str, Mapping[Any, Any]] | Literal["auto"]
 
 DeviceMapping = Mapping[torch.device, torch.device]
 """From devices of this worker to those of a peer, which tensors for it may be on beside the CPU."""
@@ -53,11 +52,6 @@ def _name(device: Any) -> str:
     return str(found)
 
 
-def cuda_device_count() -> int:
-    """Return the number of CUDA devices of this process."""
-    return torch.cuda.device_count()
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceRoutes:
     """The devices on which one worker's tensors may be when they are sent.
@@ -91,22 +85,18 @@ class DeviceRoutes:
         return cls(sorted(used, key=str), calls, answers)
 
 
-def check_sendable(tensors: Iterable[Tensor], mapped: Collection[torch.device], peer: str) -> None:
+def check_sendable(tensors: Sequence[Tensor], mapped: Collection[torch.device], peer: str) -> None:
     """Raise ValueError for a tensor that torch would not send to `peer`, or not correctly."""
-    found = [*tensors]
-    for tensor in found:
-        if (device := tensor.device) == _CPU:
+    for tensor in tensors:
+        if (device := tensor.device).type == "cpu":
             continue
-        refuse_sparse(found)
+        refuse_sparse(tensors)
         if device not in mapped:
             raise ValueError(
                 f"a tensor on {device} cannot be sent to worker {peer!r}: move it to the CPU, or "
                 f'enter the world with device_maps={{{peer!r}: {{"{device}": "cuda:0"}}}}, say, or '
                 'with device_maps="auto"'
             )
-
-
-_CPU = torch.device("cpu")
 
 
 def refuse_sparse(tensors: Iterable[Tensor]) -> None:

@@ -3,7 +3,6 @@
 torch's public functions save and load script modules with a warning at each use. (2.14)
 """
 
-import importlib
 import sys
 from typing import Any
 
@@ -30,9 +29,19 @@ def reduce_module(module: Any) -> Any:
     loaded = sys.modules.get(_REMOTE)
     if loaded is None or not isinstance(module, loaded._RemoteModule):
         return NotImplemented
-    # The receiver imports torch's module before the generated functions, which are in it.
-    remote_modules = importlib.import_module(".remote_modules", __package__)
-    return remote_modules.read, (remote_modules.parts(module),)
+    # What a copy needs, with the RRef of its module. The class comes first: its import makes the
+    # module on the disk that has the generated functions.
+    parts = {name: vars(module)[name] for name in loaded._REMOTE_MODULE_PICKLED_ATTRIBUTES}
+    return read_remote, (loaded.RemoteModule, parts)
+
+
+def read_remote(cls: Any, parts: dict[str, Any]) -> Any:
+    """Return the copy of a RemoteModule. Unlike torch's, it can be called, as the original can."""
+    module = object.__new__(cls)
+    torch.nn.Module.__init__(module)
+    vars(module).update(parts)
+    module._install_generated_methods()
+    return module
 
 
 def reduce_script(script: Any) -> Any:

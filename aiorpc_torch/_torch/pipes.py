@@ -15,11 +15,7 @@ def send_again_to(addresses: Iterable[str], own_address: str) -> bool:
     """Let TCP send again soon on torch's connections with peers.
 
     Otherwise it waits for up to two minutes, also once a link that was cut is whole again. Return
-    whether something is sent and not acknowledged.
-
-    Args:
-        addresses: those of the peers, as they have told them.
-        own_address: the same of this worker.
+    whether something is sent and not acknowledged. The addresses are those that the workers tell.
     """
     is_missing = False
     for each, _ in _sockets(addresses, own_address):

@@ -2,26 +2,24 @@
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torch.distributed import rpc
-
-from .compat import RRefBase, make_rref
+from .compat import RRef as TorchRRef, RRefBase, make_rref
 
 T = TypeVar("T")
 
 
 class _RRefType(type(RRefBase)):  # type: ignore[misc]  # pybind11's metaclass
     def __call__(cls, value: Any, type_hint: Any = None) -> Any:
-        return make_rref(value) if type_hint is None else rpc.RRef(value, type_hint)
+        return make_rref(value) if type_hint is None else TorchRRef(value, type_hint)
 
     def __instancecheck__(cls, obj: Any) -> bool:
         return isinstance(obj, RRefBase)  # those that torch has unpickled are not of `rpc.RRef`
 
 
 if TYPE_CHECKING:
-    from torch.distributed.rpc import RRef as RRef
+    from .compat import RRef as RRef
 else:
 
-    class RRef(rpc.RRef, Generic[T], metaclass=_RRefType):
+    class RRef(TorchRRef, Generic[T], metaclass=_RRefType):
         """A reference to an object of any worker, which holds the object: torch's `rpc.RRef`.
 
         `RRef(x)` makes one of an object of this worker: a `torch.distributed.rpc.RRef`. The object

@@ -25,9 +25,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from torch.distributed.rpc import RRef
-
-from .compat import PythonUDF, RRefBase, current_agent, invoke_rpc, make_rref, serialize
+from .compat import PythonUDF, RRef, RRefBase, current_agent, invoke_rpc, make_rref, serialize
 from .thread_state import pin_thread_state
 
 RRefId = tuple[int, int]
@@ -56,27 +54,17 @@ class RRefTable:
     def __init__(self, worker_id: int, *, counted: bool, adopted: bool = False) -> None:
         self.worker_id = worker_id
         self._counted = counted
-        self._adopted = adopted
-        self._objects: weakref.WeakValueDictionary[RRefId, Any] = weakref.WeakValueDictionary()
-        self._rrefs: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
-            weakref.WeakValueDictionary()
-        )
-        self._ids: weakref.WeakKeyDictionary[RRefBase[Any], RRefId] = weakref.WeakKeyDictionary()
+        self.adopted = adopted
+        self._objects = weakref.WeakValueDictionary[RRefId, Any]()
+        self.rrefs = weakref.WeakValueDictionary[RRefId, "RRefBase[Any]"]()
+        self._ids = weakref.WeakKeyDictionary["RRefBase[Any]", RRefId]()
         self._pinned: dict[RRefBase[Any], Any] = {}  # with the fork by which torch keeps it
-        self._renewed: weakref.WeakKeyDictionary[RRefBase[Any], RRef[Any]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._is_closed = False
-        self._lent: dict[int, RRefBase[Any]] = {}  # until the borrower has dropped its own
-        self._borrowed: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
-            weakref.WeakValueDictionary()
-        )
+        # For RRefs of own objects from earlier worlds, those of this world.
+        self.renewed = weakref.WeakKeyDictionary["RRefBase[Any]", "RRef[Any]"]()
+        self.is_closed = False
+        self.lent: dict[int, RRefBase[Any]] = {}  # until the borrower has dropped its own
+        self._borrowed = weakref.WeakValueDictionary[RRefId, "RRefBase[Any]"]()
         self.gone: dict[int, str] = {}  # names of workers that are lost or have left, by worker id
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether this is the table of a world that this process has not begun to leave."""
-        return self.worker_id != NO_WORLD and not self._is_closed
 
     def id_of(self, rref: "RRefBase[Any]") -> RRefId:
         """Return the id of an RRef that this process made."""
@@ -85,64 +73,44 @@ class RRefTable:
         data = rref._serialize()
         _cancel_fork(data)
         found = self._ids[rref] = _id_in(data)
-        self._rrefs[found] = rref
+        self.rrefs[found] = rref
         return found
 
     def share(self, rref: "RRefBase[Any]", data: Any) -> SharingMode:
         """Register an RRef that is sent, and return how its receivers use it."""
         own_id = _id_in(data)
-        if not self._counted:
-            self._rrefs[own_id] = rref
-            self._pin(rref)
-            _cancel_fork(data)
-            return PINNED
-        try:
-            self._objects[own_id] = rref.local_value()
-        except TypeError:  # its class has no weak references
-            return BY_TORCH
-        return BY_ID
-
-    def _pin(self, rref: "RRefBase[Any]") -> None:
-        """Keep an object until this table is closed. In any thread."""
-        if rref in self._pinned:
-            return
-        # Without a fork torch forgets the object, and a plain torch call of the RRef waits for it
-        # without end. In an adopted world the program's `rpc.shutdown` would wait for the fork.
-        fork = None if self._adopted else rref._serialize()
-        if self._pinned.setdefault(rref, fork) is not fork:  # another thread has pinned it
-            _cancel_fork(fork)
-        if self._is_closed:
-            self.unpin()
-
-    def waits_for_forks(self, data: Any) -> bool:
-        """Return whether torch's end waits for a fork that this process made."""
-        is_own = data[5] == self.worker_id
-        return self._adopted and is_own and data[0] not in self.gone and not self._is_closed
+        if self._counted:
+            try:
+                self._objects[own_id] = rref.local_value()
+            except TypeError:  # its class has no weak references
+                return BY_TORCH
+            return BY_ID
+        self.rrefs[own_id] = rref
+        if rref not in self._pinned:
+            # Without a fork torch forgets the object, and a plain torch call of the RRef waits for
+            # it without end. In an adopted world the program's `rpc.shutdown` would wait for it.
+            fork = None if self.adopted else rref._serialize()
+            if self._pinned.setdefault(rref, fork) is not fork:  # another thread has pinned it
+                _cancel_fork(fork)
+            if self.is_closed:
+                self.unpin()
+        _cancel_fork(data)
+        return PINNED
 
     def find(self, named: "RRefBase[Any] | RRefId") -> Any:
         """Return the object of a call."""
-        if self._is_closed:  # torch may have shut down, and would wait for the object without end
+        if self.is_closed:  # torch may have shut down, and would wait for the object without end
             raise ReferenceError("the worker of this call has left its world")
         if not isinstance(named, tuple):
             return named.local_value()
-        if (rref := self._rrefs.get(named)) is not None:
+        if (rref := self.rrefs.get(named)) is not None:
             return rref.local_value()
         if (found := self._objects.get(named)) is None:
             raise ReferenceError(FREED)
         return found
 
-    def lend(self, rref: "RRefBase[Any]", data: Any) -> Any:
-        """Keep an RRef of another worker's object for a receiver; return the data of its own."""
-        loan = next(_loans)
-        self._lent[loan] = rref
-        return *data[:3], self.worker_id, loan, self.worker_id, data[6]
-
-    def end_loan(self, loan: int) -> None:
-        """Drop what the borrower has dropped."""
-        self._lent.pop(loan, None)
-
     def borrow(self, data: Any) -> "RRefBase[Any]":
-        """Return the RRef of `lend`: one for each object, else two workers could lend in turns.
+        """Return the RRef of a loan: one for each object, else two workers could lend in turns.
 
         Raises:
             ReferenceError: if the owner is lost.
@@ -162,30 +130,14 @@ class RRefTable:
 
     def _return(self, lender: int, end: tuple[Any, Any]) -> None:
         """End a loan. In any thread, perhaps in a finalizer."""
-        if self is _table and not self._is_closed:
+        if self is _table and not self.is_closed:
             with contextlib.suppress(RuntimeError):  # the lender has left
                 invoke_rpc(current_agent().get_worker_info(lender), *end, 0.0, False)
 
-    def renew(self, rref: "RRefBase[Any]") -> RRef[Any]:
-        """Return an RRef of this world for one of an own object from an earlier world."""
-        if (renewed := self._renewed.get(rref)) is None:
-            renewed = self._renewed[rref] = make_rref(rref.local_value())
-        return renewed
-
-    def own_rref(self, own_id: RRefId) -> "RRefBase[Any]":
-        """Return the RRef of this process with that id, which a peer has sent back."""
-        if (rref := self._rrefs.get(own_id)) is None:
-            raise ReferenceError(FREED)
-        return rref
-
     def close(self) -> None:
         """Disable `find`, and free pinned objects."""
-        self._is_closed = True
+        self.is_closed = True
         self.unpin()
-
-    def leave_to_parent(self) -> None:
-        """Send nothing: this process is a fork, without the threads of torch."""
-        self._is_closed = True
 
     def unpin(self) -> None:
         """Free pinned objects, unless an RRef of this process holds them."""
@@ -215,30 +167,26 @@ _loans = itertools.count(_FIRST_LOAN)  # of all worlds: the end of one may come 
 def end_loan(loan: int) -> None:
     """Drop what this process has lent. The borrower calls it by torch RPC, in a thread of torch."""
     pin_thread_state()
-    _table.end_loan(loan)
+    _table.lent.pop(loan, None)
 
 
 _table = RRefTable(NO_WORLD, counted=True)
-_classes: "weakref.WeakKeyDictionary[RRefBase[Any], type]" = weakref.WeakKeyDictionary()
+_classes = weakref.WeakKeyDictionary["RRefBase[Any]", type]()
 _adopted_generation: int | None = None
 """`init_rpc` count of the world of `_table`; None if this library started the world."""
-_received: "weakref.WeakKeyDictionary[RRefBase[Any], _Received]" = weakref.WeakKeyDictionary()
+_received = weakref.WeakKeyDictionary["RRefBase[Any]", _Received]()
 
 
-def enter_world(worker_id: int, *, counted: bool) -> None:
-    """Start a new table for a world in which torch counts references, or does not."""
+def enter_world(worker_id: int, *, counted: bool, generation: int | None = None) -> None:
+    """Start a new table for a world in which torch counts references, or does not.
+
+    A world that `init_rpc` has started has a `generation`, and one table however often it is
+    adopted.
+    """
     global _table, _adopted_generation
-    _adopted_generation = None
-    _table = RRefTable(worker_id, counted=counted)
-    past_ids.clear()
-
-
-def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
-    """Use the table of torch's world `generation`; start a new one at the first call for it."""
-    global _table, _adopted_generation
-    if _adopted_generation != generation:
-        _table = RRefTable(worker_id, counted=counted, adopted=True)
+    if generation is None or generation != _adopted_generation:
         _adopted_generation = generation
+        _table = RRefTable(worker_id, counted=counted, adopted=generation is not None)
         past_ids.clear()
 
 
@@ -248,8 +196,8 @@ def is_adopted() -> bool:
 
 
 def leave_to_parent() -> None:
-    """Leave the RRefs to the process that this one was forked from."""
-    _table.leave_to_parent()
+    """Leave the RRefs to the process that this one was forked from, and send nothing."""
+    _table.is_closed = True
 
 
 @contextlib.contextmanager
@@ -313,13 +261,9 @@ def _owner_id(rref: "RRefBase[Any]") -> int | None:
     return None
 
 
-def note_past(worker_id: int) -> None:
-    """Note that a process is gone for good: a member with its name is another process."""
-    past_ids.add(worker_id)
-
-
 past_ids: set[int] = set()
-"""The worker ids of such processes of this world."""
+"""The worker ids of this world's processes that are gone for good: a member with the name of one is
+another process."""
 
 
 def past_name(name: str, worker_id: int) -> str:
@@ -350,7 +294,9 @@ def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
     if received is not None and not rref.is_owner():
-        return _table.lend(rref, received.data), received.mode
+        table, loan, data = _table, next(_loans), received.data
+        table.lent[loan] = rref
+        return (*data[:3], table.worker_id, loan, table.worker_id, data[6]), received.mode
     data = rref._serialize()
     if received is not None:
         return data, received.mode
@@ -368,7 +314,9 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
     if not is_lent:
         _check_owner(data[0])
     if mode == PINNED and data[0] == _table.worker_id:
-        return _table.own_rref(_id_in(data))
+        if (own := _table.rrefs.get(_id_in(data))) is None:
+            raise ReferenceError(FREED)
+        return own
     rref: RRefBase[Any] = _table.borrow(data) if is_lent else RRefBase._deserialize(data)
     _received[rref] = _Received(_table, mode, data, None if mode == BY_TORCH else _id_in(data))
     return rref
@@ -377,13 +325,15 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
 def take_back(data: Any, mode: SharingMode) -> None:
     """Drop what `serialize_rref` has kept for a receiver that gets nothing."""
     if _is_lent(data):
-        _table.end_loan(data[4])
+        _table.lent.pop(data[4], None)
         return
-    is_owner = data[0] == data[5] == _table.worker_id
+    is_own = data[5] == _table.worker_id  # this process has made the fork
     # The program's own `rpc.shutdown` would wait without end for the fork of an RRef of
     # `rpc.remote`. torch asks the owner, and aborts this process if the owner does not answer: so
     # not if that is known to be gone.
-    if (mode != PINNED and is_owner) or (mode == BY_TORCH and _table.waits_for_forks(data)):
+    is_waited_for = _table.adopted and not _table.is_closed and data[0] not in _table.gone
+    is_cancelled = (mode == BY_TORCH and is_waited_for) or (mode != PINNED and data[0] == data[5])
+    if is_own and is_cancelled:
         with contextlib.suppress(RuntimeError):  # torch has shut down
             _cancel_fork(data)
 
@@ -410,7 +360,7 @@ def known_class(rref: "RRefBase[Any]") -> type | None:
     """Return the class of the object behind an RRef, None if this process does not know it."""
     if (cls := _classes.get(rref)) is not None:
         return cls
-    if not _table.is_open:  # torch may have shut down
+    if _table.worker_id == NO_WORLD or _table.is_closed:  # torch may have shut down
         return None
     received = _received.get(rref)
     # An RRef of `rpc.remote` is of neither kind: its object may not exist yet.
@@ -443,7 +393,10 @@ def _in_this_world(rref: "RRefBase[Any]") -> "RRefBase[Any]":
     if received is None or received.table is _table:
         return rref
     if rref.is_owner():  # the object is in this process
-        return _table.renew(rref)
+        table = _table
+        if (renewed := table.renewed.get(rref)) is None:
+            renewed = table.renewed[rref] = make_rref(rref.local_value())
+        return renewed
     raise ReferenceError(
         "this RRef is of a world that this process has left: create() the object again"
     )

@@ -7,7 +7,9 @@ since its storage may have been freed in between. A check takes 0.3 to 2 µs.
 (tests/unit/torch/test_sendable.py, tests/loopback/test_unsendable_tensors.py)
 """
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -25,35 +27,32 @@ from .compat import (
 # ── kinds of tensors ────────────────────────────────────────────────────────────────────────────
 
 
-def _plain_keys() -> frozenset[int]:
-    with torch.inference_mode():
-        inference = torch.empty(0)
-    return frozenset(dispatch_keys(tensor).raw_repr() for tensor in (torch.empty(0), inference))
+def key_bits(*names: str) -> int:
+    """Return dispatch keys as bits."""
+    keys = (DispatchKeySet(getattr(DispatchKey, name)).raw_repr() for name in names)
+    return functools.reduce(operator.or_, keys)
 
 
-def _keys_for_torch() -> int:
-    """Return the dispatch keys that torch RPC sends, as bits; all other kinds are refused."""
-    names = [
-        f"{prefix}{device}"
-        for device in ("CPU", "CUDA")
-        for prefix in ("", "Sparse", "SparseCsr", "Quantized", "Autograd", "Autocast")
-    ]
-    found = 0
-    for name in (*names, "Conjugate", "Negative", "ADInplaceOrView"):
-        found |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
-    return found
+with torch.inference_mode():
+    _inference = torch.empty(0)
 
-
-PLAIN_KEYS = _plain_keys()
+PLAIN_KEYS = frozenset(dispatch_keys(each).raw_repr() for each in (torch.empty(0), _inference))
 """Dispatch keys of tensors that `is_plain` accepts, as bits."""
 
-_FOR_TORCH = _keys_for_torch()
+_KINDS = "", "Sparse", "SparseCsr", "Quantized", "Autograd", "Autocast"
+_FOR_TORCH = key_bits(
+    *(f"{kind}{device}" for device in ("CPU", "CUDA") for kind in _KINDS),
+    *("Conjugate", "Negative", "ADInplaceOrView"),
+)
+"""Dispatch keys that torch RPC sends, as bits; all other kinds are refused."""
+
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements a byte: torch reads one a byte
 
 COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 """Layouts whose parts are sent: torch RPC takes CSR as an argument only, and no other of them."""
 
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
+_PER_CHANNEL = {torch.per_channel_affine, torch.per_channel_affine_float_qparams}
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -83,11 +82,6 @@ def has_memory(tensor: Tensor, size: int) -> bool:
         size += offset * tensor.itemsize
     # A freed storage has 0 bytes, or no address.
     return size <= tensor.untyped_storage().nbytes() and bool(tensor.data_ptr())
-
-
-def has_plain_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain, and all its elements are in its storage."""
-    return dispatch_keys(tensor).raw_repr() in PLAIN_KEYS and has_memory(tensor, tensor.nbytes)
 
 
 def clone(tensor: Tensor) -> Tensor:
@@ -162,9 +156,6 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor,)
 
 
-_PER_CHANNEL = {torch.per_channel_affine, torch.per_channel_affine_float_qparams}
-
-
 def _refuse_storage(tensor: Tensor, part: Tensor) -> NoReturn:
     needed = math.prod(part.shape) * part.itemsize
     if needed != part.nbytes:
@@ -180,24 +171,19 @@ def _refuse_storage(tensor: Tensor, part: Tensor) -> NoReturn:
 
 
 def _refuse_kind(tensor: Tensor) -> NoReturn:
-    what, remedy = _describe(tensor)
-    raise ValueError(f"{what} cannot be sent: {remedy}")
-
-
-def _describe(tensor: Tensor) -> tuple[str, str]:
     if isinstance(tensor, FakeTensor):
-        return "a FakeTensor", "it has no elements. Send its shape and dtype"
-    if tensor.is_nested:
-        return "a nested tensor of layout torch.strided", "send one of layout=torch.jagged"
-    if tensor.is_mkldnn:
-        return f"a tensor of layout {tensor.layout}", "send its to_dense()"
-    if tensor.dtype in _PACKED:
-        return f"a tensor of {tensor.dtype}", "send its dequantize()"
-    if tensor.is_meta:
-        return "a tensor on meta", "it has no elements. Send its shape and dtype"
-    if tensor.device.type not in ("cpu", "cuda"):
-        return f"a tensor on {tensor.device}", "move it to the CPU"
-    return (
-        f"a tensor without elements of its own ({dispatch_keys(tensor)})",
-        "send it from outside of transforms such as torch.func.vmap and grad",
-    )
+        what, remedy = "a FakeTensor", "it has no elements. Send its shape and dtype"
+    elif tensor.is_nested:
+        what, remedy = "a nested tensor of layout torch.strided", "send one of layout=torch.jagged"
+    elif tensor.is_mkldnn:
+        what, remedy = f"a tensor of layout {tensor.layout}", "send its to_dense()"
+    elif tensor.dtype in _PACKED:
+        what, remedy = f"a tensor of {tensor.dtype}", "send its dequantize()"
+    elif tensor.is_meta:
+        what, remedy = "a tensor on meta", "it has no elements. Send its shape and dtype"
+    elif tensor.device.type not in ("cpu", "cuda"):
+        what, remedy = f"a tensor on {tensor.device}", "move it to the CPU"
+    else:
+        what = f"a tensor without elements of its own ({dispatch_keys(tensor)})"
+        remedy = "send it from outside of transforms such as torch.func.vmap and grad"
+    raise ValueError(f"{what} cannot be sent: {remedy}")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import DispatchKey, DispatchKeySet, dispatch_keys
+from .compat import dispatch_keys
 from .cuda import StreamFence, fence_tensors
+from .sendable import key_bits
 
 STAGED_BYTES = 256 * 1024
 """Maximum bytes of a message's tensors on devices that travel through the host. There and back on
@@ -34,15 +35,7 @@ PAUSE = 2e-3
 together while a long kernel runs would each hold up the event loop."""
 
 
-def _dense_keys() -> int:
-    names = "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
-    found = 0
-    for name in names:
-        found |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
-    return found
-
-
-_DENSE = _dense_keys()
+_DENSE = key_bits("CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView")
 """Dispatch keys of tensors on a device whose storage's bytes are all of it, as bits."""
 
 _pauses: dict[torch.device, float] = {}
@@ -55,9 +48,7 @@ _pauses: dict[torch.device, float] = {}
 def copies_on_host(tensors: Sequence[Tensor], fence: StreamFence) -> list[Tensor] | None:
     """Return the bytes of each tensor's storage, None if the tensors have to travel by torch RPC.
 
-    Args:
-        tensors: The tensors of a message, without storages that are larger than they are.
-        fence: Behind the work that computes them.
+    No storage is larger than its tensor. The `fence` is behind the work that computes them.
     """
     start = time.perf_counter()
     if not _are_small(tensors) or any(start < _pauses.get(each, 0.0) for each in fence.devices):

@@ -64,19 +64,15 @@ class StoreClient:
             self._preface = b""
             self._asked.append(request)
         while True:
-            answered, value = self._asked[0], self._receive_value()
-            del self._asked[0]
-            if answered == request:
+            size = _LENGTH.size
+            has_size = self._receive(size)
+            if not has_size or (length := _LENGTH.unpack(self._received[:size])[0]) > _MAX:
+                raise NoStoreError(self._received)
+            if not self._receive(size + length):
+                raise ConnectionResetError("the connection has ended")
+            value, self._received = self._received[size:], b""
+            if self._asked.pop(0) == request:
                 return value
-
-    def _receive_value(self) -> bytes:
-        size = _LENGTH.size
-        if not self._receive(size) or (length := _LENGTH.unpack(self._received[:size])[0]) > _MAX:
-            raise NoStoreError(self._received)
-        if not self._receive(size + length):
-            raise ConnectionResetError("the connection has ended")
-        value, self._received = self._received[size:], b""
-        return value
 
     def _receive(self, size: int) -> bool:
         """Wait for so many bytes; return False if the connection ends after some."""

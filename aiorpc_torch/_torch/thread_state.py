@@ -42,7 +42,8 @@ class _Pinned(NamedTuple):
     mark: ref[_Mark]
 
 
-_pinned: list[_Pinned] = []
+pinned: list[_Pinned] = []
+"""The pinned states, those of dead threads included."""
 
 _THREADS = "/proc/self/task"
 
@@ -57,7 +58,7 @@ def pin_thread_state() -> None:
     if not hasattr(_thread, "mark"):
         _ensure()
         mark = _thread.mark = _Mark()
-        _pinned.append(_Pinned(threading.get_native_id(), _current(), ref(mark)))
+        pinned.append(_Pinned(threading.get_native_id(), _current(), ref(mark)))
 
 
 def free_dead_thread_states() -> None:
@@ -65,7 +66,7 @@ def free_dead_thread_states() -> None:
     # Without /proc, or with that of another PID namespace, dead threads are unknown: none is freed.
     if not _is_listed(threading.get_native_id()):
         return
-    if ended := [each for each in [*_pinned] if not _is_listed(each.thread)]:
+    if ended := [each for each in [*pinned] if not _is_listed(each.thread)]:
         # In a thread of its own: when Python 3.12 deletes a state, the deleting thread forgets its
         # own one, and C code there that asks for one deadlocks.
         thread = threading.Thread(target=lambda: _free(ended), name="aiorpc-states", daemon=True)
@@ -77,15 +78,10 @@ def _is_listed(thread: int) -> bool:
     return os.path.exists(f"{_THREADS}/{thread}")
 
 
-def pinned_state_count() -> int:
-    """Return how many states are pinned, those of dead threads included."""
-    return len(_pinned)
-
-
 def _free(ended: list[_Pinned]) -> None:
     for each in ended:
         with contextlib.suppress(ValueError):  # another thread frees it
-            _pinned.remove(each)
+            pinned.remove(each)
             # Python itself freed the state, mark included, if it had started the thread.
             if each.mark() is not None:
                 _clear(each.address)

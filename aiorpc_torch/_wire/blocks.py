@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.sendable import has_plain_memory, is_plain, last_element
+from .._torch.sendable import has_memory, is_plain, last_element
 from .buffers import ALIGNMENT
 from .tensors import (
     DTYPE_NAMES,
@@ -93,10 +93,7 @@ class Block:
         self.contents: list[Hashable] = []
         self.copy: Any = None
         self._extents: dict[Hashable, Extent] = {}
-        self._compact: dict[int, Tensor] = {}
-
-    def __repr__(self) -> str:
-        return f"<Block {self.size:,} bytes{', shared' if self.is_shared else ''}>"
+        self.compact: dict[int, Tensor] = {}  # by the `id` of each tensor
 
     def add(self, tensor: Tensor) -> Extent:
         """Add the storage of a tensor, or its part of a larger one, unless it is there."""
@@ -115,17 +112,15 @@ class Block:
             self.size += -(-size // ALIGNMENT) * ALIGNMENT
         return self._extents[key]
 
-    def compact(self, tensor: Tensor) -> Tensor:
-        """Return `compact_storage` of a tensor for all messages that share the block."""
-        if id(tensor) not in self._compact:
-            self._compact[id(tensor)] = compact_storage(tensor)
-        return self._compact[id(tensor)]
-
 
 def compact(tensor: Tensor) -> Tensor:
     """Return the tensor for torch, or a copy of it if its storage is larger than the tensor."""
-    block = getattr(tensor, _BLOCK_ATTRIBUTE, None)
-    return compact_storage(tensor) if block is None else block.compact(tensor)
+    block: Block | None = getattr(tensor, _BLOCK_ATTRIBUTE, None)
+    if block is None:
+        return compact_storage(tensor)
+    if id(tensor) not in block.compact:  # one for all messages that share the block
+        block.compact[id(tensor)] = compact_storage(tensor)
+    return block.compact[id(tensor)]
 
 
 def can_place(tensor: Tensor) -> bool:
@@ -140,17 +135,14 @@ def share(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided) <= INLINE_BYTES:
         return [*tensors]
-    block = Block(is_shared=True)
-    return [_marked(tensor, block) for tensor in tensors]
-
-
-def _marked(tensor: Tensor, block: Block) -> Tensor:
-    if tensor.requires_grad or not can_place(tensor):
-        return tensor
-    alias = tensor.detach()
-    setattr(alias, _BLOCK_ATTRIBUTE, block)
-    block.add(alias)
-    return alias
+    block, found = Block(is_shared=True), []
+    for tensor in tensors:
+        if not tensor.requires_grad and can_place(tensor):
+            tensor = tensor.detach()
+            setattr(tensor, _BLOCK_ATTRIBUTE, block)
+            block.add(tensor)
+        found.append(tensor)
+    return found
 
 
 def place(
@@ -158,14 +150,12 @@ def place(
 ) -> tuple[list[Block], list[Place]] | None:
     """Return the blocks and the places of a message's tensors, None if torch has to send them.
 
-    Args:
-        tensors: The tensors.
-        in_one_block: True if nothing is shared with other messages.
+    With `in_one_block` nothing is shared with other messages.
     """
     own, blocks, places = Block(), list[Block](), list[Place]()
     for tensor in tensors:
         name = DTYPE_NAMES.get(tensor.dtype)
-        if name is None or not has_plain_memory(tensor):
+        if name is None or not is_plain(tensor) or not has_memory(tensor, tensor.nbytes):
             return None
         block = own if in_one_block else getattr(tensor, _BLOCK_ATTRIBUTE, own)
         index, start, size, offset = -1, 0, 0, int(tensor.storage_offset())
@@ -182,9 +172,7 @@ def place(
 def tensors_at(places: Iterable[Place], blocks: Sequence[tuple[Any, int]]) -> list[Tensor]:
     """Return the tensors at the places of a received message.
 
-    Args:
-        places: The places.
-        blocks: The memory of each block, and its bytes.
+    `blocks` has the memory of each block, and its bytes.
 
     Raises:
         ValueError: if a place is malformed, or exceeds its block.

@@ -9,6 +9,7 @@ What is read lies in the memory that has arrived; bytes are copied into their ob
 import array
 import ctypes
 import io
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pickle import PickleBuffer
@@ -40,28 +41,12 @@ LONG_PART = 256 * 1024
 """Bytes from which on a part of a pickle is a tensor of its own; shorter ones are joined."""
 
 
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of the stable interface of CPython."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
+# `Py_buffer` of the stable interface of CPython: the address, and nine further words.
+_PyBuffer = ctypes.c_void_p * 10
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_get_buffer.argtypes = (ctypes.py_object, _PyBuffer, ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
+_release_buffer.argtypes = (_PyBuffer,)
 _release_buffer.restype = None
 
 
@@ -75,7 +60,7 @@ def tensor_of(buffer: Any) -> Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
     found = _PyBuffer()
     _get_buffer(view, found, 0)
-    memory = (ctypes.c_ubyte * view.nbytes).from_address(found.buf)
+    memory = (ctypes.c_ubyte * view.nbytes).from_address(found[0] or 0)
     _release_buffer(found)
     memory.view = view  # type: ignore[attr-defined]
     # torch warns of a buffer that is read-only. It keeps this one as long as the storage.
@@ -98,44 +83,8 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class Buffers:
-    """The buffers of a pickle outside its bytes. Short ones are joined: a tensor costs more.
-
-    Attributes:
-        sizes: Bytes of each buffer, in order.
-        tensors: The long ones.
-    """
-
-    __slots__ = ("_short", "sizes", "tensors")
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.tensors: list[Tensor] = []
-        self._short: list[Any] = []
-
-    def add(self, view: memoryview) -> None:
-        """Add a buffer of bytes in one dimension."""
-        size = view.nbytes
-        self.sizes.append(size)
-        if size >= SHORT_BUFFER:
-            self.tensors.append(tensor_of(view))
-        else:
-            self._short += view, _PADDING[: -size % ALIGNMENT]
-
-    def all(self) -> list[Tensor]:
-        """Return the long buffers, and the short ones as one tensor."""
-        joined = [tensor_of(b"".join(self._short))] if self._short else []
-        return [*self.tensors, *joined]
-
-
-def _count(sizes: Iterable[int]) -> int:
-    """Return the number of tensors of buffers of these sizes."""
-    is_long = [size >= SHORT_BUFFER for size in sizes]
-    return sum(is_long) + (not all(is_long))
-
-
 def _split(sizes: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Yield the buffers of these sizes in `Buffers.all()`. They are writable.
+    """Yield the buffers of these sizes in their tensors. They are writable.
 
     Raises:
         ValueError: if the tensors are others.
@@ -158,11 +107,8 @@ class PickleParts(list[Any]):
 
     It does not refer to the pickler: that would be a cycle, which keeps what was pickled.
 
-    Args:
-        tensors: Tensors that are outside already.
-
     Attributes:
-        tensors: The value's tensors.
+        tensors: The value's tensors, with those that are outside already.
         are_copied: Whether an object copies its buffer when it is loaded.
     """
 
@@ -173,7 +119,7 @@ class PickleParts(list[Any]):
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self.tensors = [*tensors]
         self.are_copied = False
-        self._buffers: Buffers | None = None
+        self._buffers: list[memoryview] | None = None
         self._inside = 0  # bytes of buffers that are a part of the pickle
 
     def keeps_inside(self, buffer: PickleBuffer) -> bool:
@@ -184,39 +130,32 @@ class PickleParts(list[Any]):
             self._inside = inside
             return True
         if self._buffers is None:
-            self._buffers = Buffers()
-        self._buffers.add(view)
+            self._buffers = []
+        self._buffers.append(view)
         return False
 
     def end(self) -> tuple[bytes, list[Tensor], Outside]:
         """Return the bytes of the pickle, b"" if it is long, and what is outside."""
-        buffers = self._buffers
-        if len(self) == 1 and buffers is None and len(self[0]) <= INLINE_BYTES:  # the common case
-            return self[0], self.tensors, NOTHING
+        if len(self) == 1 and self._buffers is None and len(self[0]) <= INLINE_BYTES:
+            return self[0], self.tensors, NOTHING  # the common case
         # A buffer that was kept inside is written as it is.
         self[:] = [each.raw() if type(each) is PickleBuffer else each for each in self]
-        sizes, tensors = ((), []) if buffers is None else (buffers.sizes, buffers.all())
+        buffers = self._buffers or []
+        sizes = [view.nbytes for view in buffers]
+        tensors = [tensor_of(view) for view in buffers if view.nbytes >= SHORT_BUFFER]
+        short = [view for view in buffers if view.nbytes < SHORT_BUFFER]
+        if short:  # one tensor for all: a tensor costs more than a copy
+            padded = ((view, _PADDING[: -view.nbytes % ALIGNMENT]) for view in short)
+            tensors.append(tensor_of(b"".join(itertools.chain.from_iterable(padded))))
+        data, parts = b"", list[Tensor]()
         if sum(map(len, self)) <= INLINE_BYTES and not (self.are_copied and sizes):
-            data, parts = b"".join(self), list[Tensor]()
+            data = b"".join(self)
         else:  # an object of long bytes is a part of its own, and is not copied
-            data, parts = b"", [*map(tensor_of, _merged(self))]
+            for is_short, run in itertools.groupby(self, lambda part: len(part) < LONG_PART):
+                pieces = [*run]
+                parts += map(tensor_of, [b"".join(pieces)] if is_short else pieces)
         outside = (len(parts), sizes) if parts or sizes else NOTHING
         return data, [*self.tensors, *tensors, *parts], outside
-
-
-def _merged(parts: Iterable[Any]) -> Iterable[Any]:
-    """Return the parts, of which short ones that follow each other are joined."""
-    short: list[Any] = []
-    for part in parts:
-        if len(part) < LONG_PART:
-            short.append(part)
-            continue
-        if short:
-            yield b"".join(short)
-            short.clear()
-        yield part
-    if short:
-        yield b"".join(short)
 
 
 class PickleReader:
@@ -261,7 +200,11 @@ def open_pickle(
     parts, sizes = outside
     end = len(tensors) - parts
     file = PickleReader([*map(memory_of, tensors[end:])]) if parts else io.BytesIO(data)
-    return file, _split(sizes, tensors[end - _count(sizes) : end]) if sizes else ()
+    if not sizes:
+        return file, ()
+    is_long = [size >= SHORT_BUFFER for size in sizes]
+    count = sum(is_long) + (not all(is_long))
+    return file, _split(sizes, tensors[end - count : end])
 
 
 HUGE_PAGES_FROM = 8 << 20

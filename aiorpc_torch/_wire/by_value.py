@@ -14,7 +14,9 @@ import dis
 import enum
 import functools
 import importlib
+import io
 import itertools
+import linecache
 import logging
 import os
 import pickle
@@ -28,7 +30,6 @@ from typing import Any
 
 from .._torch.modules import python_function, reduce_script
 from .buffers import PickleParts
-from .sent_code import Sources, reduce_code
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -44,11 +45,13 @@ Identity = tuple[bytes, int]
 NAMED = type, FunctionType
 """The types of objects that plain pickles hold by name."""
 
-
 WRAPPERS = classmethod, staticmethod
 
 CONSTANTS = frozenset((bool, int, float, str, bytes, type(None)))
 """Types of constants. A subclass may have an equality that raises."""
+
+MAX_SOURCE = 256 * 1024
+"""Maximum characters of a text of which code is sent with its lines."""
 
 Use = Callable[[], Any]
 """Returns what a global had; None if that is gone."""
@@ -82,38 +85,32 @@ def refuse_by_value(obj: Any, *, unless_unknown: bool = False) -> None:
     if "<" in obj.__qualname__:
         is_refused = not unless_unknown or _known_identity(obj) is not None
     else:
-        is_refused = _is_installed()
+        is_refused = _cloudpickle() is not None
     if is_refused:
         raise NotByName(f"{obj.__module__}.{obj.__qualname__} cannot be pickled by name")
 
 
-def _is_installed() -> bool:
+def _cloudpickle() -> Any:
+    """Return the module, None if it is not installed."""
     try:
-        importlib.import_module("cloudpickle")
+        return importlib.import_module("cloudpickle")
     except ImportError:
-        return False
-    return True
+        return None
 
 
 # ── to send ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def dump_by_value(value: Any, parts: PickleParts, reduce: Reduce, cause: NotByName) -> None:
-    """Pickle `value` with everything by value that has no name for a peer.
+    """Pickle `value` to `parts`, with everything by value that has no name for a peer.
 
-    Args:
-        value: The value.
-        parts: Where the pickle is written.
-        reduce: Is asked first.
-        cause: The error of the plain pickle.
+    `reduce` is asked first. `cause` is the error of the plain pickle.
 
     Raises:
         PicklingError: if `cloudpickle` is not installed; the message names the extra. And an
             exception of any class, if the value cannot be pickled.
     """
-    try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ImportError:
+    if (cloudpickle := _cloudpickle()) is None:
         raise pickle.PicklingError(f"{cause}; to send it by value: {EXTRA}") from None
     pickler = _pickler_class(cloudpickle)(parts, reduce)
     try:
@@ -135,7 +132,8 @@ def _pickler_class(cloudpickle: Any) -> Any:
             super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
             self._reduce = reduce
             self._functions: list[FunctionType] = []
-            self._sources: Sources = {}
+            # For each file of code: its name as it is read, and its text, "" for none.
+            self._sources: dict[str, tuple[str, str]] = {}
 
         def unsendable_globals(self) -> Iterator[str]:
             """Yield for each global of a function that cannot be pickled which one it is."""
@@ -153,19 +151,25 @@ def _pickler_class(cloudpickle: Any) -> Any:
             if own is not None and is_by_value(obj):  # a `Batched`
                 return _with_identity(obj, own(obj))
             if isinstance(obj, CodeType):
-                _, args = self.dispatch_table[CodeType](obj)
-                return reduce_code(obj, args, self._sources)
+                _, parts = self.dispatch_table[CodeType](obj)
+                file = obj.co_filename
+                if (known := self._sources.get(file)) is None:  # a cell may have many functions
+                    known = self._sources[file] = _shown(file), _source(file)
+                return restore_code, (parts, *known)
             if not isinstance(obj, NAMED):
                 return self._reduce(obj)
             if not is_by_value(obj) and _resolves(obj):
                 return NotImplemented
-            if isinstance(obj, type):
-                _warn_of_old_copies(obj)
-            else:
+            if isinstance(obj, FunctionType):
                 self._functions.append(obj)
+                return _with_identity(obj, super().reducer_override(obj))
+            _warn_of_old_copies(obj)
             reduced = super().reducer_override(obj)
-            if isinstance(obj, type):
-                _add_qualname(obj, reduced)
+            # cloudpickle makes any class but an enum with this namespace. Without `<locals>` in its
+            # `__qualname__` the copy would be sent by name.
+            args: tuple[Any, ...] = reduced[1] if isinstance(reduced, tuple) else ()
+            if len(args) > 3 and isinstance(args[3], dict) and not issubclass(obj, enum.Enum):
+                args[3].setdefault("__qualname__", obj.__qualname__)
             return _with_identity(obj, reduced)
 
     return ByValuePickler
@@ -197,19 +201,16 @@ def find(path: str, module: str) -> Any:
     return found
 
 
-def _add_qualname(cls: type, reduced: Any) -> None:
-    """Let a class keep its `__qualname__`: without `<locals>` its copy would be sent by name."""
-    # cloudpickle sends it of an enum, and makes any other class with this namespace.
-    args: tuple[Any, ...] = reduced[1] if isinstance(reduced, tuple) else ()
-    if len(args) > 3 and isinstance(args[3], dict) and not issubclass(cls, enum.Enum):
-        args[3].setdefault("__qualname__", cls.__qualname__)
-
-
 def _with_identity(obj: Any, reduced: Any) -> Any:
     if not isinstance(reduced, tuple) or len(reduced) < 6:
         return reduced
     make, args, state, _, _, set_state = reduced
-    return restore, (_identity(obj), make, args), (set_state, state), None, None, restore_state
+    if (identity := _objects.identities.get(obj)) is None:
+        number = next(_objects.numbers)
+        identity = _objects.identities[obj] = _objects.process, number
+        _objects.own[number] = obj
+        _objects.complete.add(obj)
+    return restore, (identity, make, args), (set_state, state), None, None, restore_state
 
 
 def _warn_of_old_copies(cls: type) -> None:
@@ -221,8 +222,8 @@ def _warn_of_old_copies(cls: type) -> None:
     before = _objects.uses.get(cls, uses)
     _objects.uses[cls] = uses  # one warning for each change
     for name, use in uses.items():
-        if name not in before or not _is_same(use(), before[name]()):
-            is_new = name not in before
+        is_new = name not in before
+        if is_new or not _is_same(use(), before[name]()):
             log.warning(
                 "%s was defined %safter %s, which uses it, was sent to a worker: workers that have "
                 "%s %s %s. Define %s again too, or restart them",
@@ -282,6 +283,39 @@ def _global_names(code: CodeType, step: str = "LOAD_GLOBAL") -> frozenset[str]:
     return frozenset(names).union(*(_global_names(each, step) for each in inner))
 
 
+# ── code ────────────────────────────────────────────────────────────────────────────────────────
+
+# It keeps its place: the file, or the cell of a notebook, and its lines. cloudpickle names every
+# file `<dynamic-code>`, which no traceback and no look at a running call can show.
+
+
+def _source(file: str) -> str:
+    """Return the text of a file that the peer cannot read, "" for others and for a long one."""
+    source = "" if os.path.exists(file) else "".join(linecache.getlines(file))
+    return source if len(source) <= MAX_SOURCE else ""
+
+
+def _shown(file: str) -> str:
+    """Return a file's name as it is read: `Cell In[5]` for that of a notebook's cell."""
+    with contextlib.suppress(Exception):  # IPython is not here, or of another version
+        shell = sys.modules["IPython"].get_ipython()
+        if found := shell.compile.format_code_name(file):
+            return " ".join(found)
+    return file
+
+
+def restore_code(args: tuple[Any, ...], file: str, source: str) -> CodeType:
+    """Return the code, whose lines are known from now on."""
+    if source:
+        linecache.cache[file] = len(source), None, _lines(source), file
+    return CodeType(*args).replace(co_filename=file)
+
+
+@functools.lru_cache(maxsize=4)  # every function of a cell has its text
+def _lines(source: str) -> list[str]:
+    return [*io.StringIO(source)]  # str.splitlines() ends a line at a form feed, too
+
+
 # ── received ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -291,11 +325,10 @@ class _Objects:
     def __init__(self) -> None:
         self.process = uuid.uuid4().bytes
         self.numbers = itertools.count()
-        self.identities: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
-        self.own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.complete: weakref.WeakSet[Any] = weakref.WeakSet()  # own, and received classes
-        self.uses: weakref.WeakKeyDictionary[type, dict[str, Use]]
-        self.uses = weakref.WeakKeyDictionary()  # of classes that were sent
+        self.identities = weakref.WeakKeyDictionary[Any, Identity]()
+        self.own = weakref.WeakValueDictionary[int, Any]()
+        self.complete = weakref.WeakSet[Any]()  # own, and received classes
+        self.uses = weakref.WeakKeyDictionary[type, dict[str, Use]]()  # of classes that were sent
 
 
 _objects = _Objects()
@@ -307,16 +340,6 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
-
-
-def _identity(obj: Any) -> Identity:
-    known = _objects.identities.get(obj)
-    if known is None:
-        number = next(_objects.numbers)
-        known = _objects.identities[obj] = _objects.process, number
-        _objects.own[number] = obj
-        _objects.complete.add(obj)
-    return known
 
 
 def is_among(function: Any, others: Iterable[Any]) -> bool:

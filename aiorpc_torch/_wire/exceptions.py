@@ -55,9 +55,8 @@ class _OwnEnd(WorkerGone):
     block_traceback = ""
 
     def __reduce__(self) -> Any:
-        cls = type(self).__bases__[-1]
         told = (self.worker, self.reason, self.method, self.may_have_run, self.block_traceback)
-        return _read_own_end, (cls, *told)
+        return _read_own_end, (type(self).__bases__[-1], *told)
 
 
 def _read_own_end(
@@ -205,28 +204,21 @@ def _text(exc: BaseException) -> str:
         return "".join(traceback.format_tb(where)) + _summary(exc)
 
 
-_Pickle = tuple[bytes, list[Tensor], Outside]
-"""What `PickleParts.end` returns."""
-
-
-def _dump(exc: BaseException) -> _Pickle | None:
+def _dump(exc: BaseException) -> tuple[bytes, list[Tensor], Outside] | None:
+    """Return what `PickleParts.end` returns, None if the exception cannot be sent."""
     if isinstance(exc, _NOT_TRANSFERABLE):
         return None
-    try:
-        return _pickled(exc)
-    except BaseException:  # from a user's __reduce__: the text is sent anyway
-        return None
-
-
-def _pickled(exc: BaseException) -> _Pickle:
     parts = PickleParts()
     try:
-        portable = _portable(exc) if isinstance(exc, GroupError) else exc
-        _ExceptionPickler(parts).dump(portable)
-    except NotByName as failure:
-        parts = PickleParts()
-        dump_by_value(exc, parts, partial(_reduce, parts), failure)
-    return parts.end()
+        try:
+            portable = _portable(exc) if isinstance(exc, GroupError) else exc
+            _ExceptionPickler(parts).dump(portable)
+        except NotByName as failure:
+            parts = PickleParts()
+            dump_by_value(exc, parts, partial(_reduce, parts), failure)
+        return parts.end()
+    except BaseException:  # from a user's __reduce__: the text is sent anyway
+        return None
 
 
 def _portable(group: GroupError) -> GroupError:
@@ -253,9 +245,8 @@ def _load(pickled: bytes, tensors: Sequence[Tensor], outside: Outside) -> BaseEx
     except BaseException:  # not importable here, or its __reduce__ raises, even SystemExit
         return None
     # `_dump` writes no exception that must not be raised in a caller, but a malicious peer may.
-    return (
-        exc if isinstance(exc, BaseException) and not isinstance(exc, _NOT_TRANSFERABLE) else None
-    )
+    is_raisable = isinstance(exc, BaseException) and not isinstance(exc, _NOT_TRANSFERABLE)
+    return exc if is_raisable else None
 
 
 class _ExceptionPickler(pickle.Pickler):
@@ -283,12 +274,13 @@ def reduce_exception(exc: BaseException) -> Any:
     if own or cls in copyreg.dispatch_table:
         return NotImplemented
     reduced: Any = base.__reduce__(exc)  # class, arguments and, optionally, state
-    slots = {name: getattr(exc, name) for name in _slots(cls) if hasattr(exc, name)}
+    names: list[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
+    slots = {name: getattr(exc, name) for name in names if hasattr(exc, name)}
     state = {**(reduced[2] or {}), **slots} if len(reduced) > 2 else slots
     return rebuild, (cls, reduced[1], state)
 
 
-def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) -> BaseException:
+def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any) -> BaseException:
     """Create the exception without the `__init__` of its class."""
     base = _builtin_base(cls)
     exc = base.__new__(cls, *args)
@@ -299,10 +291,6 @@ def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) 
         for name, value in state.items():
             object.__setattr__(exc, name, value)  # works for frozen dataclasses too
     return exc
-
-
-def _slots(cls: type) -> list[str]:
-    return copyreg._slotnames(cls)  # type: ignore[attr-defined,no-any-return]
 
 
 def _builtin_base(cls: type[BaseException]) -> type[BaseException]:

@@ -70,15 +70,21 @@ class FrameReader:
         self._initial = self._view = self.free = memoryview(bytearray(_INITIAL))
         self._start = self.end = 0
 
-    def __repr__(self) -> str:
-        return f"<FrameReader {self.end - self._start} bytes unread>"
-
     def buffer(self) -> memoryview:
         """Return memory for the next bytes: at least one byte, at most what one frame needs."""
         if self.end:
-            needed = self._needed()
+            unread = self._view[self._start : self.end]
+            needed = HEADER_BYTES  # of the incomplete frame, as far as its length is known
+            if len(unread) >= HEADER_BYTES:
+                length: int = read_header(unread)[0]
+                needed += min(length, MAX_FRAME)  # `next` rejects longer frames
             if self.end == len(self._view) or needed > len(self._view) - self._start:
-                self._reserve(needed)
+                size, target = len(unread), self._view
+                needed = max(needed, size + 1)
+                if needed > len(target):
+                    target = memoryview(bytearray(needed))
+                target[:size] = unread
+                self._view, self._start, self.end = target, 0, size
             self.free = self._view[self.end :]
         return self.free
 
@@ -105,19 +111,3 @@ class FrameReader:
                 raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
         self.buffer()
         return None
-
-    def _needed(self) -> int:
-        """Return the bytes of the incomplete frame, as far as its length is known."""
-        if self.end - self._start < HEADER_BYTES:
-            return HEADER_BYTES
-        length: int = read_header(self._view, self._start)[0]
-        return HEADER_BYTES + min(length, MAX_FRAME)  # `next` rejects longer frames
-
-    def _reserve(self, needed: int) -> None:
-        unread = self._view[self._start : self.end]
-        size = len(unread)
-        target = self._view
-        if max(needed, size + 1) > len(target):
-            target = memoryview(bytearray(max(needed, size + 1)))
-        target[:size] = unread
-        self._view, self._start, self.end = target, 0, size

@@ -7,10 +7,12 @@ rejects other processes and stale addresses. (tests/unit/wire/test_handshake.py)
 """
 
 import hmac
-import json
 import secrets
 import struct
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .plain import dump, reader
 
 NONCE = 16  # bytes
 PROOF = 32  # bytes: HMAC-SHA256
@@ -75,23 +77,11 @@ Introduction = tuple[Credentials, Addresses]
 
 def dump_introduction(credentials: Credentials, addresses: Addresses) -> bytes:
     """Return the callee's answer to a caller that asks for an introduction."""
-    words = asdict(credentials) | {"addresses": asdict(addresses)}
-    words |= {each: words[each].hex() for each in ("key", "secret")}
-    return json.dumps(words).encode()
+    return dump((credentials, addresses))
 
 
-def load_introduction(data: bytes) -> tuple[Credentials, Addresses]:
-    """Return the arguments of `dump_introduction`."""
-    words = json.loads(data)
-    where = words.pop("addresses")
-    tcp = None if where["tcp"] is None else (where["tcp"][0], where["tcp"][1])
-    credentials = Credentials(
-        Party(**words["caller"]),
-        Party(**words["callee"]),
-        bytes.fromhex(words["key"]),
-        bytes.fromhex(words["secret"]),
-    )
-    return credentials, Addresses(where["namespace"], where["unix"], tcp)
+load_introduction: Callable[[bytes], Introduction] = reader(Introduction)
+"""Return the arguments of `dump_introduction`."""
 
 
 def new_nonce() -> bytes:
@@ -151,8 +141,6 @@ def is_callee_proven(
 def _prove(
     role: bytes, credentials: Credentials, connection: int, server: bytes, client: bytes
 ) -> bytes:
-    parties = json.dumps(
-        [asdict(credentials.caller), asdict(credentials.callee), connection]
-    ).encode()
+    parties = dump((credentials.caller, credentials.callee, connection))
     text = b"|".join((role, VERSION, server.hex().encode(), client.hex().encode(), parties))
     return hmac.digest(credentials.secret, text, "sha256")

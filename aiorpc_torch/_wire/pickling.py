@@ -10,6 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -63,7 +64,6 @@ class PickledValue:
     """
 
     __slots__ = (
-        "_without_graph",
         "data",
         "fence",
         "on_host",
@@ -71,6 +71,7 @@ class PickledValue:
         "rrefs",
         "size",
         "tensors",
+        "without_graph",
     )
 
     def __init__(
@@ -83,7 +84,7 @@ class PickledValue:
         self.data = data
         self.tensors = tensors
         self.outside = outside
-        self._without_graph = without_graph
+        self.without_graph = without_graph
         self.fence = fence_tensors(tensors)
         self.on_host: Sequence[Tensor] | None = None
         self.rrefs: Sequence[tuple[Any, SharingMode]] = ()
@@ -97,8 +98,8 @@ class PickledValue:
 
     def warn_of_lost_graph(self, what: str) -> None:
         """Warn if a tensor that requires a gradient was pickled without its autograd graph."""
-        if self._without_graph is not None:
-            name = self._without_graph.__name__
+        if self.without_graph is not None:
+            name = self.without_graph.__name__
             warnings.warn(
                 f"{what} is or holds a {name}, to which no gradient returns: tensors of subclasses "
                 "travel as copies without a graph. Send its `.as_subclass(torch.Tensor)`, or "
@@ -118,14 +119,12 @@ class PickledValue:
         return self.tensors
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CallAborted:
     """The outcome of a call that will get no answer, sent or not."""
 
-    __slots__ = ("error", "was_sent")
-
-    def __init__(self, error: BaseException, *, was_sent: bool = True) -> None:
-        self.error = error
-        self.was_sent = was_sent
+    error: BaseException
+    was_sent: bool = True
 
     def raise_(self) -> NoReturn:
         """Raise a copy of the error, a new object for each caller."""
@@ -151,7 +150,6 @@ class SharedPickle:
         packer = _SharedPickler()
         self._shared = packer.pack(value)
         self._shared.tensors = share(self._shared.tensors)
-        self._without_graph = packer.without_graph
         self._slots = packer.slots
 
     def fill(self, values: Sequence[Any]) -> PickledValue:
@@ -161,9 +159,11 @@ class SharedPickle:
         filled = [
             values[each.position] if type(each) is ValueSlot else each for each in self._slots
         ]
-        packer = _ValuePickler(self._shared.tensors)
-        packer.without_graph = self._without_graph
-        packed = packer.pack(_Filled(self._shared, filled))
+        shared = self._shared
+        packer = _ValuePickler(shared.tensors)  # they come first
+        packer.without_graph = shared.without_graph
+        found = shared.data, len(shared.tensors), shared.outside, filled
+        packed = packer.pack(PickledAs(_fill_slots, *found))
         packed.rrefs = ()  # not to be taken back: a retry sends the same pickle
         return packed
 
@@ -174,14 +174,14 @@ class ValueSlot(NamedTuple):
     position: int
 
 
-class _Filled:
-    """The pickle of a shared value, and the values of its slots. Its tensors come first."""
+class PickledAs:
+    """An object that arrives as the result of a function."""
 
-    def __init__(self, shared: PickledValue, values: Sequence[Any]) -> None:
-        self._found = shared.data, len(shared.tensors), shared.outside, [*values]
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
-        return _fill_slots, self._found
+        return self._reduced
 
 
 def unpack(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
@@ -282,7 +282,7 @@ class _ValuePickler(pickle.Pickler):
         if isinstance(obj, RRefBase):
             if id(obj) not in self._rrefs:
                 self._rrefs[id(obj)] = obj, serialize_rref(obj)
-            return read_rref, self._rrefs[id(obj)][1]
+            return deserialize_rref, self._rrefs[id(obj)][1]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         if (own := OWN_REDUCTIONS.get(type(obj))) is not None:
@@ -347,11 +347,6 @@ class _ValueUnpickler(pickle.Unpickler):
 
     def _fill_slots(self, data: bytes, count: int, outside: Outside, values: Sequence[Any]) -> Any:
         return _unpickled(data, self._tensors[:count], outside, values)
-
-
-def read_rref(data: Any, way: SharingMode) -> "RRefBase[Any]":
-    """Return the RRef that was pickled."""
-    return deserialize_rref(data, way)
 
 
 def _tensor_slot(index: int) -> Tensor:

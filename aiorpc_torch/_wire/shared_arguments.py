@@ -115,43 +115,27 @@ def _as_cells(
     kwargs = arguments[1]
     if not count or not are_plain_names(kwargs):
         return None
-    columns = []
+    columns: list[list[Any]] = []
     for value in values:
-        column = (
-            [*map(direct_cell, value.values)] if type(value) is EachValue else [direct_cell(value)]
-        )
+        column = [*map(direct_cell, value.values if type(value) is EachValue else (value,))]
         if None in column:
             return None
         columns.append(column)
-    if count > 1:
-        _share_tensors(columns, values)
-    names, differs = tuple(kwargs), any(type(value) is EachValue for value in values)
+    differ = [type(value) is EachValue for value in values]
+    if count > 1:  # large tensors that all members get are written once
+        alike = [at for at, each in enumerate(columns) if not differ[at] and each[0][0] == TENSOR]
+        shared = share([columns[at][0][1] for at in alike])
+        for at, tensor in zip(alike, shared, strict=True):
+            columns[at] = [(TENSOR, tensor)]
     rows = []
-    for index in range(count if differs else 1):
+    for index in range(count if any(differ) else 1):
         row = [column[index % len(column)] for column in columns]
         if _has_repeated_tensor(_values_of(values, index), row):
             return None
-        rows.append(_member(names, row))  # type: ignore[arg-type]
-    return rows if differs else rows * count
-
-
-def _share_tensors(columns: list[Any], values: Sequence[Any]) -> None:
-    """Make the large tensors that all members get such that they are written once."""
-    alike = [
-        index
-        for index, value in enumerate(values)
-        if type(value) is not EachValue and columns[index][0][0] == TENSOR
-    ]
-    shared = share([columns[index][0][1] for index in alike])
-    for index, tensor in zip(alike, shared, strict=True):
-        columns[index] = [(TENSOR, tensor)]
-
-
-def _member(names: tuple[str, ...], row: Sequence[tuple[CellKind, Any]]) -> MemberArguments:
-    kinds = tuple(kind for kind, _ in row)
-    cells = tuple(content for _, content in row)
-    size = sum(cell_bytes(kind, content) for kind, content in row)
-    return MemberArguments(names, kinds, cells, size)
+        kinds, cells = tuple(kind for kind, _ in row), tuple(content for _, content in row)
+        size = sum(map(cell_bytes, kinds, cells))
+        rows.append(MemberArguments(tuple(kwargs), kinds, cells, size))
+    return rows if any(differ) else rows * count
 
 
 def _values_of(values: Sequence[Any], index: int) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ call sends a slot on the connection, and its payload in a torch message.
 
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,15 +21,13 @@ UNKNOWN_OBJECT: None = None
 MAX_CLOSED = 4096  # numbers that are remembered
 
 
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
     """A call in a queue; `item` is None until its payload arrives."""
 
-    __slots__ = ("item", "key", "number")
-
-    def __init__(self, number: int, key: Hashable, item: T | None = None) -> None:
-        self.number = number
-        self.key = key
-        self.item = item
+    number: int
+    key: Hashable
+    item: T | None = None
 
 
 class Slots(Generic[T]):
@@ -112,10 +111,6 @@ class Slots(Generic[T]):
                     queue.remove(entry)  # not the head, whose slot is open
                     return entry.item
         return None
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of the open slots."""
-        return [*self.unfilled]
 
     def held(self) -> list[T]:
         """Return the items that are held back."""

@@ -17,7 +17,7 @@ from .._torch.devices import DeviceMapping
 from .._torch.staging import copies_on_host, on_device
 from .buffers import NOTHING, memory_of
 from .exceptions import RemoteFailure
-from .pickling import PickledValue, pack, unpack
+from .pickling import PickledAs, PickledValue, pack, unpack
 from .tensors import dtype_named, wire_dtype
 
 
@@ -32,14 +32,10 @@ class OnDevice(NamedTuple):
 
 
 def stage(packed: PickledValue, mapped: DeviceMapping) -> PickledValue:
-    """Return the value with its tensors on devices as bytes.
+    """Return a sendable value with its tensors on devices as bytes, for devices that are `mapped`.
 
     It is `packed` itself if it has to travel by torch RPC: its tensors are not small, not all on
     devices, or not ready yet. All receivers of one value get it in the same way.
-
-    Args:
-        packed: A value that was checked to be sendable.
-        mapped: The receiver's device for each device of a tensor.
     """
     if packed.fence is None or packed.outside is not NOTHING:
         return packed
@@ -47,53 +43,26 @@ def stage(packed: PickledValue, mapped: DeviceMapping) -> PickledValue:
         packed.on_host = copies_on_host(packed.tensors, packed.fence) or ()
     if not packed.on_host:
         return packed
-    staged = pack(_Staged(packed, packed.on_host, mapped))
+    placed = []
+    for tensor, copy in zip(packed.tensors, packed.on_host, strict=True):
+        memory = PickleBuffer(memory_of(copy)) if tensor.numel() else b""
+        there = str(mapped[tensor.device]), wire_dtype(tensor.dtype)
+        form = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        placed.append((memory, *there, *form, tensor.requires_grad))
+    staged = pack(PickledAs(read_staged, packed.data, placed))
     staged.rrefs = packed.rrefs
     return staged
 
 
-class _Staged:
-    def __init__(
-        self,
-        packed: PickledValue,
-        copies: Sequence[Tensor],
-        mapped: DeviceMapping,
-    ) -> None:
-        placed = [
-            _placed(tensor, copy, mapped[tensor.device])
-            for tensor, copy in zip(packed.tensors, copies, strict=True)
-        ]
-        self._found = packed.data, placed
-
-    def __reduce__(self) -> Any:
-        return read_staged, self._found
-
-
-def _placed(tensor: Tensor, copy: Tensor, device: torch.device) -> tuple[Any, ...]:
-    """Return the arguments of `_read_placed`."""
-    memory = PickleBuffer(memory_of(copy)) if tensor.numel() else b""
-    form = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    return memory, str(device), wire_dtype(tensor.dtype), *form, tensor.requires_grad
-
-
 def read_staged(data: bytes, placed: Sequence[tuple[Any, ...]]) -> Any:
     """Return the `OnDevice` that was pickled, or a `RemoteFailure` if it cannot be unpickled."""
-    tensors = [_read_placed(*each) for each in placed]
+    tensors = []
+    for memory, device, dtype, shape, strides, offset, needs_grad in placed:
+        form = dtype_named(dtype), shape, strides, offset
+        tensor = on_device(memory, torch.device(device), *form)
+        tensors.append(tensor.requires_grad_(needs_grad))
     value = unpack(data, tensors)
     return value if type(value) is RemoteFailure else OnDevice(value, tensors)
-
-
-def _read_placed(
-    memory: Any,
-    device: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    offset: int,
-    needs_grad: bool,
-) -> Tensor:
-    form = dtype_named(dtype), shape, strides, offset
-    return on_device(memory, torch.device(device), *form).requires_grad_(needs_grad)
 
 
 def delivered(value: Any) -> Any:

@@ -5,9 +5,9 @@ workers, as one list in preorder. A call that waits for one above it closes a ci
 again, and not followed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._aio.places import MOST_LINES, Line
 from .._text import printable
@@ -95,6 +95,8 @@ class Question(NamedTuple):
     limits: Limits
 
 
+_TEXTS = "method", "worker", "caller", "state", "inside", "reason"
+
 _read_question = reader(Question)
 _read_lines = reader(list[Line])
 _read_answer = reader(tuple[int, list[CallNode]])
@@ -110,54 +112,42 @@ def read_question(data: bytes) -> Question:
 
 def dump_answer(question: int, nodes: Sequence[CallNode]) -> bytes:
     """Return the bytes of the answer to a question."""
-    return dump((question, [_for_wire(each) for each in nodes[:MOST_CALLS]]))
+    return dump((question, [_with_texts(each, _cut) for each in nodes[:MOST_CALLS]]))
 
 
-def _for_wire(node: CallNode) -> CallNode:
-    lines = _cut_lines(node.lines)
-    names = {name: _cut(getattr(node, name)) for name in ("method", "worker", "caller", "state")}
-    return node._replace(**names, lines=lines, inside=_cut(node.inside))  # type: ignore[arg-type]
+def read_answer(data: bytes) -> tuple[int, list[CallNode]]:
+    """Return the number of a question and the answer of a peer, with printable text."""
+    question, nodes = _read_answer(data)
+    shown = [_with_texts(each, _shown) for each in nodes[:MOST_CALLS]]
+    return question, [each._replace(depth=max(0, min(each.depth, MOST_CALLS))) for each in shown]
+
+
+def dump_lines(lines: Sequence[Line]) -> bytes:
+    """Return the bytes of lines."""
+    return dump(_lines_with_texts(lines, _cut))
+
+
+def read_lines(data: bytes) -> list[Line]:
+    """Return the lines of a peer, with printable text."""
+    return _lines_with_texts(_read_lines(data), _shown)
 
 
 def _cut(text: str) -> str:
     return wire_text(text if len(text) <= _MAX_TEXT else f"…{text[1 - _MAX_TEXT :]}")
 
 
-def read_answer(data: bytes) -> tuple[int, list[CallNode]]:
-    """Return the number of a question and the answer of a peer, with printable text."""
-    question, found = _read_answer(data)
-    return question, [_checked(each) for each in found[:MOST_CALLS]]
+def _shown(text: str) -> str:
+    return printable(text, _MAX_TEXT)
 
 
-def dump_lines(lines: Sequence[Line]) -> bytes:
-    """Return the bytes of lines."""
-    return dump(_cut_lines(lines))
+def _with_texts(node: CallNode, change: Callable[[str], str]) -> CallNode:
+    texts: dict[str, Any] = {name: change(getattr(node, name)) for name in _TEXTS}
+    return node._replace(**texts, lines=_lines_with_texts(node.lines, change))
 
 
-def read_lines(data: bytes) -> list[Line]:
-    """Return the lines of a peer, with printable text."""
-    return _printable_lines(_read_lines(data))
-
-
-def _cut_lines(lines: Sequence[Line]) -> list[Line]:
-    return [Line(_cut(each.function), _cut(each.file), each.line) for each in lines]
-
-
-def _printable_lines(lines: Sequence[Line]) -> list[Line]:
-    return [
-        Line(printable(each.function, _MAX_TEXT), printable(each.file, _MAX_TEXT), each.line)
-        for each in lines[:MOST_LINES]
-    ]
-
-
-def _checked(node: CallNode) -> CallNode:
-    texts = {
-        name: printable(getattr(node, name), _MAX_TEXT)
-        for name in ("method", "worker", "caller", "state", "inside", "reason")
-    }
-    depth = max(0, min(node.depth, MOST_CALLS))
-    lines = _printable_lines(node.lines)
-    return node._replace(**texts, lines=lines, depth=depth)  # type: ignore[arg-type]
+def _lines_with_texts(lines: Sequence[Line], change: Callable[[str], str]) -> list[Line]:
+    few = lines[:MOST_LINES]
+    return [Line(change(each.function), change(each.file), each.line) for each in few]
 
 
 # ── what users see ──────────────────────────────────────────────────────────────────────────────
@@ -227,7 +217,9 @@ class Deadlock(tuple[Standing, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return _deadlock_text(self)
+        what = "deadlock" if all(each.is_certain for each in self[1:]) else "perhaps a deadlock"
+        names = " -> ".join(each.name for each in self)
+        return f"{what}, these calls wait for each other: {names}"
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -248,21 +240,14 @@ class Standings(tuple[Standing, ...]):
 
 def standings_of(nodes: Sequence[CallNode]) -> list[Standing]:
     """Return the calls of an answer with those that they wait for."""
-    found, at = [], 0
-    while at < len(nodes):
-        standing, at = _standing(nodes, at)
-        found.append(standing)
-    return found
-
-
-def _standing(nodes: Sequence[CallNode], at: int) -> tuple[Standing, int]:
-    """Return the call at a position of an answer, and the position behind all that it waits for."""
-    node, below, at = nodes[at], [], at + 1
-    while at < len(nodes) and nodes[at].depth > node.depth:
-        each, at = _standing(nodes, at)
-        below.append(each)
-    _, *parts = node._replace(lines=(*node.lines,))
-    return Standing(*parts, tuple(below)), at  # type: ignore[arg-type, call-arg]
+    found: list[tuple[int, Standing]] = []  # with their depths, the first one last
+    for node in reversed(nodes):
+        below = []
+        while found and found[-1][0] > node.depth:
+            below.append(found.pop()[1])
+        depth, *parts = node._replace(lines=(*node.lines,))
+        found.append((depth, Standing(*parts, tuple(below))))  # type: ignore[arg-type, call-arg]
+    return [each for _, each in reversed(found)]
 
 
 _REASONS = {
@@ -284,7 +269,7 @@ def _text_of(calls: Sequence[Standing]) -> Iterator[str]:
     shown: set[Key] = set()
     for call in calls:
         yield from _text(call, "", shown)
-    yield from map(_deadlock_text, _deadlocks(calls))
+    yield from map(str, _deadlocks(calls))
 
 
 def _text(call: Standing, indent: str, shown: set[Key]) -> Iterator[str]:
@@ -303,13 +288,6 @@ def _text(call: Standing, indent: str, shown: set[Key]) -> Iterator[str]:
     yield f"{head}{age}: {call.state}{' at ' if at else ''}{at}{inside}"
     for each in call.waits_for:
         yield from _text(each, f"{indent}  ", shown)
-
-
-def _deadlock_text(circle: Sequence[Standing]) -> str:
-    is_certain = all(each.is_certain for each in circle[1:])
-    names = " -> ".join(each.name for each in circle)
-    what = "deadlock" if is_certain else "perhaps a deadlock"
-    return f"{what}, these calls wait for each other: {names}"
 
 
 def _deadlocks(calls: Sequence[Standing]) -> list[tuple[Standing, ...]]:

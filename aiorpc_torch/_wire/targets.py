@@ -63,11 +63,11 @@ class FunctionTarget(NamedTuple):
 class CreateTarget(NamedTuple):
     """A class or factory; the result is an RRef of the new object."""
 
-    factory: Callable[..., Any]
+    function: Callable[..., Any]
     on: None = None
 
     def bind(self, _: None) -> Callable[..., Any]:
-        return self.factory
+        return self.function
 
 
 class MakeTarget(NamedTuple):
@@ -94,6 +94,15 @@ def fetch(found: Any) -> Any:
     return found
 
 
+class Entered(NamedTuple):
+    """The one item that a remote context manager sends: what it has returned at its entry.
+
+    (tests/loopback/test_context_managers.py)
+    """
+
+    value: Any
+
+
 Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | MakeTarget | FetchTarget
 
 
@@ -117,19 +126,14 @@ def target_name(target: Target) -> str:
     """Return the name of a call, without the class of a method."""
     if isinstance(target, FetchTarget):
         return "fetch"
-    if isinstance(target, MethodTarget):
-        return target.name
-    function = target.factory if isinstance(target, CreateTarget) else target.function
-    return function_name(function)
+    return target.name if isinstance(target, MethodTarget) else function_name(target.function)
 
 
 def order_key(target: Target) -> Any:
     """Return a key of the target's object or function, None if calls cannot be told apart."""
     if target.on is not None:
         return target.on if isinstance(target.on, tuple) else None
-    function: Any = (
-        target.factory if isinstance(target, CreateTarget) else getattr(target, "function", None)
-    )
+    function = getattr(target, "function", None)
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):
         return None
@@ -152,11 +156,11 @@ def check_public_name(name: Any) -> str:
 
 def public_methods(cls: type) -> list[str]:
     """Return the names of the methods of a class that can be called remotely."""
-    return [name for name in dir(cls) if not name.startswith("_") and _is_method(cls, name)]
+    public = [name for name in dir(cls) if not name.startswith("_")]
+    return [name for name in public if _is_method(inspect.getattr_static(cls, name, None))]
 
 
-def _is_method(cls: type, name: str) -> bool:
-    found = inspect.getattr_static(cls, name, None)
+def _is_method(found: Any) -> bool:
     return callable(found) or isinstance(found, _METHODS)
 
 
@@ -168,8 +172,8 @@ def public_method(obj: Any, name: str) -> Callable[..., Any]:
     for cls in type(obj).__mro__:
         if name in cls.__dict__:
             found = cls.__dict__[name]
-            if type(found) is not FunctionType:
-                _check_not_computed(found, f"{type(obj).__name__}.{name}")
+            if not _is_method(found) and hasattr(type(found), "__get__"):  # it computes a value
+                raise _no_method(f"{type(obj).__name__}.{name}", found)
             break
     try:
         method = getattr(obj, name)
@@ -184,13 +188,6 @@ def public_method(obj: Any, name: str) -> Callable[..., Any]:
     if not callable(method):
         raise _no_method(f"{type(obj).__name__}.{name}", method)
     return method  # type: ignore[no-any-return]
-
-
-def _check_not_computed(found: Any, name: str) -> None:
-    """Raise TypeError for a descriptor that computes a value, without running it."""
-    is_method = callable(found) or isinstance(found, _METHODS)
-    if not is_method and hasattr(type(found), "__get__"):
-        raise _no_method(name, found)
 
 
 def _no_method(name: str, found: Any) -> TypeError:

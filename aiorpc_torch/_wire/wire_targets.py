@@ -57,13 +57,12 @@ EncodedTarget = NamedTarget | PickledValue
 
 def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
     """Return the target as sent, with the RRef id `on`, unless None, instead of its RRef."""
-    if type(target) is MethodTarget:  # the common case
+    if isinstance(target, MethodTarget):  # the common case
         return NamedTarget(METHOD, _object(target, on), target.name)
     if isinstance(target, FetchTarget):
         return NamedTarget(FETCH, _object(target, on))
-    kind, function = _parts(target)
-    if (name := name_of(function)) is not None:
-        return NamedTarget(kind, _object(target, on), *name)
+    if (name := name_of(target.function)) is not None:
+        return NamedTarget(_KINDS[type(target)], _object(target, on), *name)
     if on is not None and isinstance(target, BoundTarget | MakeTarget):
         target = target._replace(on=on)
     return pack(target)
@@ -74,13 +73,6 @@ def _object(target: Target, on: RRefId | None) -> RRefId | bytes | None:
         return on
     found = target.on
     return found if found is None or isinstance(found, tuple) else dump(serialize_rref(found))
-
-
-def _parts(target: Target) -> tuple[str, Callable[..., Any]]:
-    if isinstance(target, CreateTarget):
-        return CREATE, target.factory
-    assert isinstance(target, BoundTarget | MakeTarget | FunctionTarget)
-    return _KINDS_OF[type(target)], target.function
 
 
 def name_of(function: Any) -> tuple[str, str] | None:
@@ -100,7 +92,17 @@ def _global_name(function: Any) -> tuple[str, str]:
 
     Raises an exception of any class if it looks in none.
     """
-    owner, last = _reduced(function)
+    function = python_function(function)
+    owner, last = function, ""
+    if not isinstance(function, NAMED) and not hasattr(type(function), "__aiorpc_reduce__"):
+        kind: Any = type(function)
+        reduced = copyreg.dispatch_table.get(kind, kind.__reduce__)(function)
+        if isinstance(reduced, str):
+            last = reduced  # of an object of a module
+        else:  # of a class and its attribute
+            getter, (owner, last) = reduced
+            if getter is not getattr or not isinstance(owner, type):
+                raise TypeError(f"{function!r} has a state")
     if isinstance(owner, NAMED) or hasattr(type(owner), "__aiorpc_reduce__"):
         refuse_by_value(owner)
         last = f"{owner.__qualname__}.{last}" if last else owner.__qualname__
@@ -110,21 +112,6 @@ def _global_name(function: Any) -> tuple[str, str]:
     module = getattr(owner, "__module__", None)
     module = module or getattr(getattr(owner, "__self__", None), "__name__", None)
     return last, module or pickle.whichmodule(owner, last)  # type: ignore[attr-defined]
-
-
-def _reduced(function: Any) -> tuple[Any, str]:
-    """Return a class and the name of its attribute, or an object of a module and its name."""
-    function = python_function(function)
-    if isinstance(function, NAMED) or hasattr(type(function), "__aiorpc_reduce__"):
-        return function, ""
-    kind: Any = type(function)
-    reduced = copyreg.dispatch_table.get(kind, kind.__reduce__)(function)
-    if isinstance(reduced, str):
-        return function, reduced
-    getter, (owner, last) = reduced
-    if getter is not getattr or not isinstance(owner, type):
-        raise TypeError(f"{function!r} has a state")
-    return owner, last
 
 
 def _finds(function: Any, path: str, module: str) -> bool:
@@ -168,11 +155,7 @@ def decode_target(
 
 
 def read_named(target: NamedTarget, find_named: Callable[[str, str], Any]) -> Target:
-    """Return the target that names stand for.
-
-    Args:
-        target: The names.
-        find_named: Returns the function or class of a path in a module.
+    """Return the target that names stand for; `find_named` is as `find`.
 
     Raises:
         ValueError: if the target is malformed.
@@ -180,20 +163,26 @@ def read_named(target: NamedTarget, find_named: Callable[[str, str], Any]) -> Ta
     """
     kind, on, name, module = target
     where: Any = deserialize_rref(*_read_rref(on)) if isinstance(on, bytes) else on
-    if kind not in _KINDS or (kind in (FUNCTION, CREATE)) is not (where is None):
+    make = _TARGETS.get(kind)
+    if make is None or (kind in (FUNCTION, CREATE)) is not (where is None):
         raise ValueError(f"malformed target of a call: {target!r}")
     if kind == METHOD:
         return MethodTarget(where, name)
     if kind == FETCH:
         return FetchTarget(where)
     function = find_named(name, module)
-    if kind in (BOUND, MAKE):
-        return (BoundTarget if kind == BOUND else MakeTarget)(where, function)
-    return CreateTarget(function) if kind == CREATE else FunctionTarget(function)
+    return make(function) if where is None else make(where, function)
 
 
-_KINDS = METHOD, BOUND, MAKE, FUNCTION, CREATE, FETCH
-_KINDS_OF: dict[type, str] = {BoundTarget: BOUND, MakeTarget: MAKE, FunctionTarget: FUNCTION}
+_TARGETS: dict[str, Callable[..., Target]] = {
+    METHOD: MethodTarget,
+    BOUND: BoundTarget,
+    MAKE: MakeTarget,
+    FUNCTION: FunctionTarget,
+    CREATE: CreateTarget,
+    FETCH: FetchTarget,
+}
+_KINDS: dict[Any, str] = {target: kind for kind, target in _TARGETS.items()}
 
 
 def forget_unsent(target: EncodedTarget, cells: Sequence[Any]) -> None:

@@ -33,7 +33,7 @@ from .._port.port import Port
 from .._port.tls import Tls
 from .._server.exports import Export, checked_exports
 from .._torch.agent import Agent, PeerInfo, is_running
-from .._torch.cpp_log import cpp_warnings_hidden
+from .._torch.compat import CPP_WARNING, hide_in_cpp_log
 from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
 from .directory_client import DirectoryClient
@@ -471,7 +471,7 @@ async def _entered(
     directory = DirectoryClient(meeting, registration, config.start_timeout, port, lease, end)
     entry_points.enter(node)  # before torch starts: a quicker peer may call already
     try:
-        with cpp_warnings_hidden():
+        with hide_in_cpp_log(CPP_WARNING):
             startup = Startup(config, directory, node.server.set_device_routes, one_port)
             agent, workers = await startup.run()
             watched = offered(node, config.init_method)

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.rpc import RRef
 from torch.optim import Optimizer
 
 from .._client.api import call, create
 from .._client.pool import current as current_pool
 from .._client.proxies import RemoteProxy
 from .._handles.handles import of_handle
-from .._torch.compat import RRefBase, get_gradients
+from .._torch.compat import RRef, RRefBase, get_gradients
 from .._torch.rrefs import owner_name
 from ..errors import safe_str
 from .context import Context, unrecorded

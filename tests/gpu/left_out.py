@@ -86,9 +86,9 @@ PARTS: dict[str, list[Replacement]] = {
         )
     ],
     # Tensors that share memory are sent as such, beside tensors on other devices.
-    "aliases": [("_torch.cuda._without_aliases", lambda _: list)],
+    "aliases": [("_torch.cuda.copy_of", lambda _: lambda tensor: tensor)],
     # CUDA tensors without elements are sent without memory.
-    "empty": [("_torch.cuda._has_memory", lambda _: lambda _: True)],
+    "empty": [("_torch.cuda._with_memory", lambda _: lambda tensor: tensor)],
     # CUDA is not initialized, and torch's agent has no devices, when it starts.
     "start": [
         ("_torch.agent._init_cuda", ignored),

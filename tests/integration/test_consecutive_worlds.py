@@ -29,7 +29,7 @@ STATES = 16  # of the last world's threads, which Linux may list for a moment af
 ROW = """
     import ctypes, gc, json, threading, time
     from aiorpc_torch import call, create, remote
-    from aiorpc_torch._torch.thread_state import pinned_state_count
+    from aiorpc_torch._torch.thread_state import pinned
 
     class Server:
         def plain(self):
@@ -59,7 +59,7 @@ ROW = """
             "files": least("/proc/self/fd"),
             "threads": least("/proc/self/task"),
             "named": threading.active_count(),
-            "states": pinned_state_count(),
+            "states": len(pinned),
         }
 
     stocks = []

@@ -1,6 +1,6 @@
 """Threads whose states stay, world after world."""
 
-from aiorpc_torch._torch.thread_state import pinned_state_count
+from aiorpc_torch._torch.thread_state import pinned
 
 from .test_consecutive_worlds import STATES, life, no_garbage, settled, stock
 
@@ -10,8 +10,8 @@ __all__ = ["no_garbage"]
 async def test_worlds_with_children(no_garbage: None) -> None:
     """A parent keeps no threads, pipes, sockets or folders of its children."""
     await life()
-    before, states = stock(), pinned_state_count()
+    before, states = stock(), len(pinned)
     for _ in range(4):
         await life()
     assert await settled(before) <= before
-    assert pinned_state_count() <= states + STATES
+    assert len(pinned) <= states + STATES

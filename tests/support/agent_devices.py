@@ -77,7 +77,8 @@ def replaced() -> Agent:
     agent = start(MAPS)
     agent.add_peer(peer(77, MAPS["b"]))
     log.clear()
-    agent.replace_peer(peer(77, MAPS["b"]), peer(78, {"a": {"cuda:0": "cuda:1"}}))
+    agent.free_name(peer(77, MAPS["b"]))
+    agent.add_peer(peer(78, {"a": {"cuda:0": "cuda:1"}}))
     log.append(("routes", plain(agent.routes.answers["b"])))
     return agent
 

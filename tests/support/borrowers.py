@@ -35,7 +35,7 @@ async def ended() -> int:
 
 async def lent() -> int:
     gc.collect()
-    return len(rrefs._table._lent)
+    return len(rrefs._table.lent)
 
 
 async def until_lent(most: int, workers: Sequence[str]) -> None:

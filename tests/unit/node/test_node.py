@@ -74,9 +74,6 @@ class NoAgent:
     def add_peer(self, member: PeerInfo) -> None:
         """Reach nobody."""
 
-    def replace_peer(self, known: PeerInfo, member: PeerInfo) -> None:
-        """Reach nobody."""
-
     def free_name(self, member: PeerInfo) -> None:
         """Forget nobody."""
 

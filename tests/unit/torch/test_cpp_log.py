@@ -2,8 +2,12 @@
 
 import pytest
 
-from aiorpc_torch._torch.compat import cpp_log_level, find_cpp_log_level
-from aiorpc_torch._torch.cpp_log import cpp_warnings_hidden
+from aiorpc_torch._torch.compat import (
+    CPP_WARNING,
+    cpp_log_level,
+    find_cpp_log_level,
+    hide_in_cpp_log,
+)
 
 pytestmark = pytest.mark.skipif(cpp_log_level is None, reason="this torch exports no log level")
 
@@ -12,7 +16,7 @@ def levels() -> tuple[int, int, int]:
     """Return the level before, in and after the block."""
     assert cpp_log_level is not None
     before = cpp_log_level.value
-    with cpp_warnings_hidden():
+    with hide_in_cpp_log(CPP_WARNING):
         inside = cpp_log_level.value
     return before, inside, cpp_log_level.value
 

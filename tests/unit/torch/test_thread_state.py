@@ -73,13 +73,13 @@ _others = [0]  # states of threads that other tests have left alive in this proc
 
 
 def pinned_states() -> int:
-    return thread_state.pinned_state_count() - _others[0]
+    return len(thread_state.pinned) - _others[0]
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     free_dead_thread_states()
-    _others[0] = thread_state.pinned_state_count()
+    _others[0] = len(thread_state.pinned)
     yield
     end = time.monotonic() + SOON
     while pinned_states() and time.monotonic() < end:  # a joined thread is not quite gone yet
