@@ -257,14 +257,17 @@ def _is_same_file(one: int, other: int) -> bool:
 
 
 def use_outputs(outputs: Outputs) -> None:
-    """Let this process, a child, write to its pipes, each line at once."""
-    if not outputs:
-        return
+    """Let this process, a child, write to its pipes if it has some, and each line at its end.
+
+    Python would keep the lines for a pipe, as also a notebook's stdout is.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        # None, closed, or another one
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.dup2(outputs[0].fileno(), STDOUT)
-    os.dup2(outputs[-1].fileno(), STDERR)
+    if outputs:
+        os.dup2(outputs[0].fileno(), STDOUT)
+        os.dup2(outputs[-1].fileno(), STDERR)
     for each in outputs:
         each.close()
