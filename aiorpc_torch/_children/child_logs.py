@@ -99,7 +99,7 @@ class _Source:
         self._lock = threading.Lock()
         self._read: deque[bytes] = deque()  # complete lines that are not printed
         self._fed_at = 0.0
-        self._is_rest_due = False
+        self.awaits_end = False  # there may be a line without an end, at a terminal
         os.set_blocking(self.reader.fileno(), False)
         close_on_fork(self.reader)
         close_on_fork(self.writer)
@@ -111,7 +111,7 @@ class _Source:
                 if self.has_ended or (data := self._receive()) is None:
                     return
                 self._take(self._lines.feed(data))
-                self._fed_at, self._is_rest_due = time.monotonic(), os.isatty(self.stream)
+                self._fed_at, self.awaits_end = time.monotonic(), os.isatty(self.stream)
                 if not data:
                     self.has_ended = True
                     self._take([rest] if (rest := self._lines.take_rest()) else [])
@@ -135,15 +135,10 @@ class _Source:
             lines, rest = [*self._read], b""
             self._read.clear()
             waited = time.monotonic() - self._fed_at
-            if self._is_rest_due and waited >= PROMPT_DELAY:
-                rest, self._is_rest_due = self._lines.take_rest(), False
+            if self.awaits_end and waited >= PROMPT_DELAY:
+                rest, self.awaits_end = self._lines.take_rest(), False
         if lines or rest:
             printer.print(self.name, self.stream, lines, rest)
-
-    @property
-    def awaits_end(self) -> bool:
-        """Return whether there may be a line without an end, at a terminal."""
-        return self._is_rest_due
 
     def close_writer(self) -> None:
         """Close the child's end in this process."""

@@ -305,17 +305,16 @@ class _Launched(popen_fork.Popen):
             if self.returncode is None and self._is_reported and wait([self._status], 0):
                 self.returncode = self._receive()
                 self._is_reported = self.returncode is not None
-            if self.returncode is None:
-                self.returncode = self._unreported_code()
+            if self.returncode is not None:
+                return self.returncode
+            # Its server may have died, or be frozen.
+            if (code := exit_code_of_zombie(self.pid)) is not None:
+                now = time.monotonic()
+                self._ended_at = self._ended_at or now
+                self.returncode = code if now > self._ended_at + REPORT_TIMEOUT else None
+            elif not (self._is_reported or is_alive(self.pid)):
+                self.returncode = UNKNOWN_CODE
             return self.returncode
-
-    def _unreported_code(self) -> int | None:
-        """Return the exit code of a process whose server has died, or is frozen."""
-        if (code := exit_code_of_zombie(self.pid)) is not None:
-            now = time.monotonic()
-            self._ended_at = self._ended_at or now
-            return code if now > self._ended_at + REPORT_TIMEOUT else None
-        return None if self._is_reported or is_alive(self.pid) else UNKNOWN_CODE
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the exit code, for at most `timeout` seconds; return it, None if none came."""

@@ -71,18 +71,13 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
         control.send(pickle.dumps(error))
     if error is not None:
         os._exit(1)
-    _share_objects()
-    _end_child(_Server(control, handlers).run())
-
-
-def _share_objects() -> None:
-    """Let children leave alone the objects that exist now."""
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages of all objects
     # Each child would finalize them at its exit. torch takes its libraries of operators apart then,
     # in 28 ms (2.15). They are private to CPython (3.11 to 3.14).
     for each in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         each.atexit = False
+    _end_child(_Server(control, handlers).run())
 
 
 def _imported(preload: Sequence[str]) -> BaseException | None:
@@ -242,7 +237,10 @@ def _run_child(data: int, told: socket.socket, descriptors: Sequence[int], more:
     os.environ.clear()
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
-    _seed()
+    # As in a new interpreter, each of these starts anywhere. Python's own is seeded by the fork.
+    sys.modules["torch"].default_generator.seed()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()
     return spawn._main(data, told.detach())
 
 
@@ -266,10 +264,3 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
         is_refused = isinstance(exc, RuntimeError) and "bootstrapping phase" in str(exc)
         code = STARTS_CHILDREN if is_refused else exit_code(exc)
     end_process(code)
-
-
-def _seed() -> None:
-    # As in a new interpreter, each of these starts anywhere. Python's own is seeded by the fork.
-    sys.modules["torch"].default_generator.seed()
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed()
