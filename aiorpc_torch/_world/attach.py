@@ -33,7 +33,7 @@ from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_ru
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotInWorld
 from .managers import world_manager
-from .start_steps import start_step
+from .startup import start_step
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")

@@ -6,8 +6,10 @@ Every wait here has a timeout.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+from .._aio.blocking import Blocked, BlockingCall
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._directory.directory_messages import Entering
@@ -17,15 +19,14 @@ from .._port import network
 from .._torch.agent import Agent, PeerInfo, channel_names
 from .._torch.devices import DeviceRoutes, NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
+from ..errors import WorldTimeout
 from .device_maps import resolve_device_maps
-from .directory_client import DirectoryClient
+from .directory_client import MIN_STEP, DirectoryClient
 from .one_port import OnePort, channels_at_port
-from .start_steps import start_step
 
 log = logging.getLogger("aiorpc_torch")
 
-UseRoutes = Callable[[DeviceRoutes], None]
-"""A callback for the devices that tensors may be on."""
+T = TypeVar("T")
 
 CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
 ALL_TO_ALL = 16  # workers up to which each one reaches every other at the start
@@ -33,14 +34,32 @@ REACH_TIMEOUT = 10.0  # seconds to reach peers, at most
 PING_GRACE = 0.5  # seconds beyond the timeout of the start for a ping
 
 
+async def start_step(step: Callable[[], T], timeout: float, left: float | None = None) -> T:
+    """Run a step of a start that may block without end in a thread, and return its result.
+
+    Args:
+        step: reads files, say, or looks up names.
+        timeout: seconds of the whole start.
+        left: seconds of it that are left (default: all).
+
+    Raises:
+        WorldTimeout: if the step does not end in time; it names what does not answer.
+    """
+    call = BlockingCall(step, "a step of the start does not end")
+    try:
+        return await call.result(max(timeout if left is None else left, MIN_STEP))
+    except Blocked as exc:
+        raise WorldTimeout(f"no world within {timeout:g} s: {exc}") from exc
+
+
 class Startup:
-    """The start of one worker. `use_routes` is called before torch's RPC starts."""
+    """The start of one worker. `use_routes` takes the devices that tensors may be on."""
 
     def __init__(
         self,
         config: WorkerConfig,
         directory: DirectoryClient,
-        use_routes: UseRoutes,
+        use_routes: Callable[[DeviceRoutes], None],
         one_port: OnePort | None = None,
     ) -> None:
         self._config = config
@@ -87,10 +106,9 @@ class Startup:
         """Register, start torch's RPC, and return this worker's device maps."""
         directory = self._directory
         answer = await directory.register()
-        registrations = answer.registrations
-        own, worker_id = directory.registration, 0
+        registrations, own = answer.registrations, directory.registration
         if isinstance(answer, Entering):
-            own, worker_id = answer.own, answer.worker_id
+            worker_id = answer.worker_id
         else:
             worker_id = assign_worker_ids(registrations)[own.rank]
         every = resolve_device_maps(registrations, own.name)
@@ -127,7 +145,10 @@ class Startup:
                 routes=one_port,
             )
         if one_port is not None:
-            one_port.port.torch = _address(self._agent.address)
+            url = urlsplit(self._agent.address)
+            assert url.hostname is not None
+            assert url.port is not None
+            one_port.port.torch = url.hostname, url.port
 
     async def _cancel(self) -> None:
         if self._starting is not None:
@@ -165,17 +186,16 @@ class Startup:
         return missing
 
     def _unreachable_text(self, missing: Sequence[PeerInfo]) -> str:
-        peers = ", ".join(map(self._describe, missing))
+        peers = []
+        for peer in missing:
+            reason = "" if self._one_port is None else self._one_port.failure(peer.name)
+            text = f"{peer.name!r} at {peer.endpoint or peer.address}"
+            peers.append(f"{text} ({reason})" if reason else text)
         return (
-            f"all workers registered, but {self._config.name!r} does not reach {peers}. "
+            f"all workers registered, but {self._config.name!r} does not reach {', '.join(peers)}. "
             f"This worker uses {network.describe(self._interface)}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
-
-    def _describe(self, peer: PeerInfo) -> str:
-        text = f"{peer.name!r} at {peer.endpoint or peer.address}"
-        reason = "" if self._one_port is None else self._one_port.failure(peer.name)
-        return f"{text} ({reason})" if reason else text
 
 
 def peers_to_reach(members: Sequence[PeerInfo], own_rank: int) -> list[PeerInfo]:
@@ -196,11 +216,3 @@ def peers_to_reach(members: Sequence[PeerInfo], own_rank: int) -> list[PeerInfo]
     own = next(place for place, peer in enumerate(members) if peer.rank == own_rank)
     distances = (1 << power for power in range((size - 1).bit_length()))
     return [members[(own + distance) % size] for distance in distances]
-
-
-def _address(url: str) -> tuple[str, int]:
-    """Return address and port in an address of torch's."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port

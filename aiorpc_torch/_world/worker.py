@@ -42,8 +42,7 @@ from .launch import find_port, find_tls, is_single_host, meeting_url, rank_and_s
 from .managers import world_manager
 from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
-from .start_steps import start_step
-from .startup import Startup
+from .startup import Startup, start_step
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -350,6 +349,7 @@ async def worker(
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """
     rank, world_size = rank_and_size(name, rank, world_size, join=join)
+    local = loopback_only() if is_single_host(init_method, world_size) else None
     config = WorkerConfig(
         name=name or f"worker{rank}",
         rank=rank,
@@ -364,7 +364,7 @@ async def worker(
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
         watchdog=watchdog_seconds(watchdog),
-        interface=_interface(interface, is_single_host(init_method, world_size)),
+        interface=requested_interface(interface) or local,
         port=find_port(port),
         tls=tls,
         on_failure=on_failure,
@@ -408,11 +408,6 @@ class _Changes(AsyncIterator[Change]):
             raise RuntimeError("another task waits for the next change")
 
 
-def _interface(given: str | None, is_single_host: bool) -> str | None:
-    found = requested_interface(given)
-    return loopback_only() if found is None and is_single_host else found
-
-
 def check_is_free() -> None:
     """Raise RuntimeError if this process is in a world, one of `init_rpc` too, or is a fork."""
     check_not_forked()
@@ -432,27 +427,19 @@ async def run_worker(
     end = asyncio.get_running_loop().time() + config.start_timeout
     make = partial(Meeting, config.init_method, config.interface)
     meeting = await start_step(make, config.start_timeout)  # the files of an etcd:// URL
-    async with _one_port(config, meeting, end) as one_port:
+    one_port: OnePort | None = None
+    if config.has_one_port:
+        find_host = partial(host_of_port, config.interface, meeting.host)
+        left = end - asyncio.get_running_loop().time()
+        one_port = OnePort(config, await start_step(find_host, config.start_timeout, left))
+        meeting.port = one_port.port
+    try:
         async with _entered(config, children, meeting, one_port, end) as me:
             yield me
-
-
-@contextlib.asynccontextmanager
-async def _one_port(
-    config: WorkerConfig, meeting: Meeting, end: float
-) -> AsyncIterator[OnePort | None]:
-    """Listen at the one port of the worker, if it has one."""
-    if not config.has_one_port:
-        yield None
-        return
-    find_host = partial(host_of_port, config.interface, meeting.host)
-    left = end - asyncio.get_running_loop().time()
-    found = OnePort(config, await start_step(find_host, config.start_timeout, left))
-    meeting.port = found.port
-    try:
-        yield found
     finally:
-        await run_to_end(asyncio.create_task(run_in_thread(found.port.close, "aiorpc-stop")))
+        if one_port is not None:
+            closing = run_in_thread(one_port.port.close, "aiorpc-stop")
+            await run_to_end(asyncio.create_task(closing))
 
 
 @contextlib.asynccontextmanager
