@@ -4,6 +4,7 @@ torch checks device maps where `init_rpc` starts a world. This library starts it
 and checks the maps itself, once all workers are known.
 """
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -31,74 +32,54 @@ def resolve_device_maps(
         ValueError: if a map is invalid; it names the worker, the peer and the device.
     """
     counts = {each.name: each.devices for each in registrations}
-    auto = _Auto(registrations)
+
+    @functools.cache
+    def auto(devices: int, last_joined: int) -> NamedDeviceMaps:
+        known = (each for each in registrations if not each.joined or each.rank <= last_joined)
+        return {
+            each.name: {f"cuda:{n}": f"cuda:{n}" for n in range(min(devices, each.devices))}
+            for each in known
+            if devices and each.devices
+        }
+
     found = []
     for each in registrations:
         if isinstance(each.device_maps, str):  # valid: both sides have these devices
-            found.append(auto.maps_of(each))
+            found.append(auto(each.devices, each.rank if each.joined else -1))
             continue
         for peer, devices in each.device_maps.items():
             if not each.joined or entering in (each.name, peer):
-                _check_name(each, peer, counts, is_own=each.name == entering)
-                _check(each.name, peer, devices, counts)
+                _check(each, peer, devices, counts, is_own=each.name == entering)
         found.append(each.device_maps)
     return found
 
 
-class _Auto:
-    """The maps of workers with "auto"."""
-
-    def __init__(self, registrations: Sequence[Registration]) -> None:
-        self._with_devices = [each for each in registrations if each.devices]
-        self._of_first: dict[int, NamedDeviceMaps] = {}  # by their number of devices
-
-    def maps_of(self, registration: Registration) -> NamedDeviceMaps:
-        """Return the map of one worker for each peer that was in the world at its start."""
-        if not registration.devices:
-            return {}
-        if registration.joined:
-            return self._maps(registration.devices, registration.rank)
-        if registration.devices not in self._of_first:
-            self._of_first[registration.devices] = self._maps(registration.devices, -1)
-        return self._of_first[registration.devices]
-
-    def _maps(self, devices: int, last_joined: int) -> NamedDeviceMaps:
-        known = (each for each in self._with_devices if not each.joined or each.rank <= last_joined)
-        return {each.name: _same_index(min(devices, each.devices)) for each in known}
-
-
-def _same_index(devices: int) -> dict[str, str]:
-    return {f"cuda:{index}": f"cuda:{index}" for index in range(devices)}
-
-
-def _check_name(
-    registration: Registration, peer: str, counts: Mapping[str, int], *, is_own: bool
+def _check(
+    registration: Registration,
+    peer: str,
+    devices: Mapping[str, str],
+    counts: Mapping[str, int],
+    *,
+    is_own: bool,
 ) -> None:
-    """Check that a peer is a worker; a first worker may have a map for one that joins later."""
-    if peer in counts or not (registration.joined or is_own):
-        return
-    text = (
-        f"worker {registration.name!r} has a device map for {peer!r}, which is not a worker of "
-        f"this world: {', '.join(counts)}"
-    )
-    if registration.joined:
-        raise ValueError(text)
-    log.warning("%s. It counts once %r joins", text, peer)
-
-
-def _check(worker: str, peer: str, devices: Mapping[str, str], counts: Mapping[str, int]) -> None:
-    mapped: dict[str, str] = {}
+    worker, mapped = registration.name, dict[str, str]()
+    # A first worker may have a map for one that joins later.
+    if peer not in counts and (registration.joined or is_own):
+        text = (
+            f"worker {worker!r} has a device map for {peer!r}, which is not a worker of this "
+            f"world: {', '.join(counts)}"
+        )
+        if registration.joined:
+            raise ValueError(text)
+        log.warning("%s. It counts once %r joins", text, peer)
     for own, theirs in devices.items():
         entry = f"worker {worker!r} maps its {own} to {theirs} of {peer!r}"
         for owner, device in ((worker, own), (peer, theirs)):
-            if owner in counts and torch.device(device).index >= counts[owner]:
-                raise ValueError(f"{entry}, but {owner!r} has {_count_text(counts[owner])}")
+            if (count := counts.get(owner)) is not None and torch.device(device).index >= count:
+                has = f"{count or 'no'} CUDA device{'s' * (count != 1)}"
+                raise ValueError(f"{entry}, but {owner!r} has {has}")
         if theirs in mapped:
             raise ValueError(
                 f"{entry}, and its {mapped[theirs]} too: map each device to a different one"
             )
         mapped[theirs] = own
-
-
-def _count_text(count: int) -> str:
-    return f"{count or 'no'} CUDA device{'s' * (count != 1)}"

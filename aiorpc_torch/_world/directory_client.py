@@ -408,14 +408,10 @@ class DirectoryClient:
 
     def _remedy(self) -> str:
         """Return what lets processes enter a running world whose directory has ended."""
-        then = (
-            "another worker takes its place"
-            if self._meeting.is_movable
-            else (
-                "start its process again, or end it first if it is frozen: until then no process can "
-                "enter that world"
-            )
-        )
+        then = "another worker takes its place"
+        if not self._meeting.is_movable:
+            then = "start its process again, or end it first if it is frozen: until then no process"
+            then += " can enter that world"
         return (
             f"If rank 0 of a running world has ended, {then}. If that world has ended, stop what "
             "starts this process"
