@@ -91,7 +91,10 @@ class WorkerThread(Generic[W]):
             return self._waits.run(running)
         finally:
             if inspect.getcoroutinestate(running) == inspect.CORO_CREATED:
-                _close(running, what)  # they would warn that they were never awaited
+                for each in (running, what):  # they would warn that they were never awaited
+                    if isinstance(each, Coroutine):
+                        with contextlib.suppress(ValueError):  # it starts now, in the other thread
+                            each.close()
 
     def iterate(self, stream: AsyncIterable[T]) -> Iterator[T]:
         """Return an iterator of the items of a stream: a remote one, a map, `changes()`, versions.
@@ -129,20 +132,13 @@ async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
         return await found if inspect.isawaitable(found) else found
 
 
-def _close(*never_run: Any) -> None:
-    for each in never_run:
-        if isinstance(each, Coroutine):
-            with contextlib.suppress(ValueError):  # it starts now, in the other thread
-                each.close()
-
-
 class _Waits:
     """Waits of other threads for the loop of a world. They end when the world has ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.failure: BaseException | None = None  # that has ended the world
-        self._is_ending = False  # what runs is cancelled from now on
+        self.is_ending = False  # the world has ended: what still runs is cancelled next
         self._lock = threading.Lock()
         self._futures: set[concurrent.futures.Future[Any]] | None = set()  # None: the loop is over
 
@@ -193,9 +189,9 @@ class _Waits:
 
     def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
         """Fail a future, and return True, if the world has ended: nothing starts any more."""
-        if self._is_ending:
+        if self.is_ending:
             future.set_exception(self._left())
-        return self._is_ending
+        return self.is_ending
 
     async def complete(
         self, future: "concurrent.futures.Future[Any]", coroutine: Coroutine[Any, Any, Any]
@@ -204,15 +200,11 @@ class _Waits:
         try:
             result = await coroutine
         except BaseException as exc:
-            is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
+            is_end = self.is_ending and isinstance(exc, asyncio.CancelledError)
             exc.__traceback__ = behind_own_frames(exc.__traceback__)
             future.set_exception(self._left() if is_end else exc)
         else:
             future.set_result(result)
-
-    def begin_end(self) -> None:
-        """Note that the world has ended: what still runs is cancelled next."""
-        self._is_ending = True
 
     def close(self, failure: BaseException | None) -> None:
         """Fail what still waits: the loop is over."""
@@ -417,4 +409,4 @@ class _Running(Generic[W]):
                 if self._error is not None:
                     raise self._error
         finally:
-            self._waits.begin_end()
+            self._waits.is_ending = True

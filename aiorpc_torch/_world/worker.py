@@ -47,10 +47,6 @@ from .startup import Startup, start_step
 log = logging.getLogger("aiorpc_torch")
 
 
-Leave = Callable[[], Coroutine[Any, Any, None]]
-"""Takes no new calls, and waits for those that run."""
-
-
 @dataclass(frozen=True, slots=True)
 class Worker:
     """This process as a member of a world: what `worker()` and `local_world()` yield.
@@ -65,7 +61,9 @@ class Worker:
     rank: int
     restarts: int = 0
     _node: Node = field(repr=False, compare=False, kw_only=True)
-    _leave: Leave | None = field(default=None, repr=False, compare=False, kw_only=True)
+    _leave: Callable[[], Coroutine[Any, Any, None]] | None = field(
+        default=None, repr=False, compare=False, kw_only=True
+    )
 
     @classmethod
     def _of(cls, node: Node, **more: Any) -> Self:
