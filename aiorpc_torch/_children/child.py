@@ -33,7 +33,13 @@ from .._wire.exceptions import RemoteFailure
 from .._world.worker import run_worker
 from ..errors import WorkerLost
 from .child_logs import ChildOutput, Outputs, use_outputs
-from .forkserver import UNKNOWN_CODE, ForkedProcess
+from .forkserver import (
+    STOP_SIGNALS,
+    UNKNOWN_CODE,
+    ForkedProcess,
+    ProcessFactory,
+    stop_signals_blocked,
+)
 from .forkserver_main import STARTS_CHILDREN
 from .process_table import (
     is_exiting,
@@ -42,7 +48,6 @@ from .process_table import (
     kill_tree,
     mark_this_process,
 )
-from .processes import STOP_SIGNALS, ProcessFactory, stop_signals_blocked
 
 Main = Callable[..., Awaitable[Any]]
 

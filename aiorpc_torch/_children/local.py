@@ -27,7 +27,7 @@ from .._wire.by_value import is_by_value
 from .._world.managers import world_manager
 from .._world.worker import Worker, run_worker
 from ..errors import NotInWorld
-from .processes import Logs, ProcessOptions, Start
+from .forkserver import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
 
 T = TypeVar("T")

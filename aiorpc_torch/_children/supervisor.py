@@ -18,8 +18,7 @@ from .._world.worker import Worker, check_is_free
 from ..errors import NotInWorld, WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
 from .child_logs import LogReader
-from .forkserver import ServerDied
-from .processes import ProcessFactory, ProcessOptions
+from .forkserver import ProcessFactory, ProcessOptions, ServerDied
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -229,10 +229,10 @@ class DirectoryClient:
             if seen.record is not None and not seen.record.is_closed:
                 try:
                     return await self._dial(self._first_message(), seen.record, timeout)
-                except (TlsError, TimeoutError) as exc:
+                except (OSError, EOFError) as exc:
                     if isinstance(exc, TlsError | Blocked):
                         raise
-                except (OSError, EOFError) as exc:  # refused, no route, or another program
+                    # Refused, no route, or another program.
                     is_dead = isinstance(exc, ConnectionRefusedError) or type(exc) is OSError
             if not self._watch.may_claim(seen.record, self._loop.time(), 0, is_dead=is_dead):
                 raise OSError("a directory is there, and does not answer")
@@ -245,10 +245,7 @@ class DirectoryClient:
         return await self._serve(made, self._first_message(), grace=grace)
 
     async def _look(self) -> Seen:
-        try:
-            seen = await self._in_thread(self._meeting.look)
-        except NoDirectoryError as exc:
-            raise self._refusal(exc, "") from exc
+        seen = await self._in_thread(self._meeting.look)
         self._watch.see(seen.value, self._loop.time())
         return seen
 
@@ -323,6 +320,8 @@ class DirectoryClient:
         try:
             found: T = await attempt.result(limit)
             return found
+        except NoDirectoryError as exc:
+            raise self._refusal(exc, "") from exc
         finally:
             if attempt.ended.done() and self._attempt is attempt:
                 self._attempt = None
@@ -347,11 +346,8 @@ class DirectoryClient:
     ) -> Stream[ToWorker]:
         """Connect to the directory of the record, by default of the one that is found."""
         connect = self._meeting.connect if record is None else partial(self._meeting.dial, record)
-        try:
-            found, [connected] = await self._in_thread(connect)
-            connected = await self._through_port(connected, timeout)
-        except NoDirectoryError as exc:
-            raise self._refusal(exc, "") from exc
+        found, [connected] = await self._in_thread(connect)
+        connected = await self._through_port(connected, timeout)
         return await self._greet(found, connected, first, timeout)
 
     def _first_message(self) -> wire.Register:

@@ -1,28 +1,39 @@
 """A worker's start: it registers, starts torch's RPC and learns its peers' addresses.
 
 Every wait here has a timeout.
+
+torch checks device maps where `init_rpc` starts a world. This library starts its agents one by one
+and checks the maps itself, once all workers are known: each worker in the same way.
+
+With one port for each worker torch's RPC listens on the loopback interface alone, and reaches
+workers on other hosts by tunnels between the ports. (tests/network/test_one_port.py)
 """
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+import torch
+
 from .._aio.blocking import Blocked, BlockingCall
+from .._aio.host import network_namespace
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._directory.directory_messages import Entering
-from .._directory.registration import assign_worker_ids
+from .._directory.registration import Registration, assign_worker_ids
 from .._node.config import WorkerConfig
 from .._port import network
+from .._port.port import Port
+from .._port.tunnels import Tunnels
 from .._torch.agent import Agent, PeerInfo, channel_names
 from .._torch.devices import DeviceRoutes, NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
 from ..errors import WorldTimeout
-from .device_maps import resolve_device_maps
 from .directory_client import MIN_STEP, DirectoryClient
-from .one_port import OnePort, channels_at_port
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -32,6 +43,7 @@ CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
 ALL_TO_ALL = 16  # workers up to which each one reaches every other at the start
 REACH_TIMEOUT = 10.0  # seconds to reach peers, at most
 PING_GRACE = 0.5  # seconds beyond the timeout of the start for a ping
+_CHANNELS = ("cuda_ipc", "cma", "cuda_basic", "basic")  # in TensorPipe's order
 
 
 async def start_step(step: Callable[[], T], timeout: float, left: float | None = None) -> T:
@@ -50,6 +62,58 @@ async def start_step(step: Callable[[], T], timeout: float, left: float | None =
         return await call.result(max(timeout if left is None else left, MIN_STEP))
     except Blocked as exc:
         raise WorldTimeout(f"no world within {timeout:g} s: {exc}") from exc
+
+
+def host_of_port(interface: str | None, rank_0: str | None) -> str:
+    """Return the address to listen at: of the interface, else of the one towards rank 0's host."""
+    interface = interface or network.interface_towards(rank_0)
+    return network.own_address(interface) or network.loopback_address()
+
+
+def channels_at_port(given: Sequence[str] | None) -> list[str]:
+    """Return TensorPipe's channels, of those `given`, that need no further ports nor networks."""
+    has_cuda = torch.version.cuda is not None  # else torch does not know the channels for it
+    known = [each for each in _CHANNELS if has_cuda or not each.startswith("cuda")]
+    return [each for each in known if given is None or each in given]
+
+
+class OnePort:
+    """The port of a worker, and the tunnels to others.
+
+    Args:
+        config: of the worker.
+        host: the address to listen at.
+
+    Raises:
+        OSError: if the port is in use; the message names it.
+        ValueError: if the certificate is not valid.
+    """
+
+    def __init__(self, config: WorkerConfig, host: str) -> None:
+        if config.tls is not None:
+            config.tls.check()
+        self.port = Port(host, config.port or 0, config.tls, config.heartbeat)
+        self._tunnels = Tunnels(self.port)
+        self._namespace = network_namespace()
+
+    def registration(self, own: Registration) -> Registration:
+        """Return the registration of this worker, with its port."""
+        is_secure = self.port.tls is not None
+        return replace(own, endpoint=self.port.endpoint, is_secure=is_secure)
+
+    def address_of(self, peer: PeerInfo) -> str:
+        """Return the address at which torch's RPC of this process reaches a peer."""
+        if peer.namespace and peer.namespace == self._namespace:
+            return peer.address
+        return self._tunnels.open(peer.name, peer.endpoint, peer.address)
+
+    def forget(self, peer: PeerInfo) -> None:
+        """Close the tunnel to a peer, whose process has ended."""
+        self._tunnels.close(peer.name)
+
+    def failure(self, peer: str) -> str:
+        """Return why a peer was not reached, "" if that is unknown."""
+        return self._tunnels.failure(peer)
 
 
 class Startup:
@@ -216,3 +280,75 @@ def peers_to_reach(members: Sequence[PeerInfo], own_rank: int) -> list[PeerInfo]
     own = next(place for place, peer in enumerate(members) if peer.rank == own_rank)
     distances = (1 << power for power in range((size - 1).bit_length()))
     return [members[(own + distance) % size] for distance in distances]
+
+
+# ── device maps ─────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve_device_maps(
+    registrations: Sequence[Registration], entering: str = ""
+) -> list[NamedDeviceMaps]:
+    """Return every worker's device maps, in order; "auto" becomes the same index on both sides.
+
+    torch takes a worker's own maps at its start. So a first worker has a map for one that joins
+    later only if it names that one; with "auto" it has none. Of those that joined, only the maps of
+    this worker, which is `entering`, are checked, and those for it.
+
+    The work is linear in the workers and in the maps. With "auto" the first workers that have as
+    many devices share their maps; one that has joined has its own.
+
+    Raises:
+        ValueError: if a map is invalid; it names the worker, the peer and the device.
+    """
+    counts = {each.name: each.devices for each in registrations}
+
+    @functools.cache
+    def auto(devices: int, last_joined: int) -> NamedDeviceMaps:
+        known = (each for each in registrations if not each.joined or each.rank <= last_joined)
+        return {
+            each.name: {f"cuda:{n}": f"cuda:{n}" for n in range(min(devices, each.devices))}
+            for each in known
+            if devices and each.devices
+        }
+
+    found = []
+    for each in registrations:
+        if isinstance(each.device_maps, str):  # valid: both sides have these devices
+            found.append(auto(each.devices, each.rank if each.joined else -1))
+            continue
+        for peer, devices in each.device_maps.items():
+            if not each.joined or entering in (each.name, peer):
+                _check(each, peer, devices, counts, is_own=each.name == entering)
+        found.append(each.device_maps)
+    return found
+
+
+def _check(
+    registration: Registration,
+    peer: str,
+    devices: Mapping[str, str],
+    counts: Mapping[str, int],
+    *,
+    is_own: bool,
+) -> None:
+    worker, mapped = registration.name, dict[str, str]()
+    # A first worker may have a map for one that joins later.
+    if peer not in counts and (registration.joined or is_own):
+        text = (
+            f"worker {worker!r} has a device map for {peer!r}, which is not a worker of this "
+            f"world: {', '.join(counts)}"
+        )
+        if registration.joined:
+            raise ValueError(text)
+        log.warning("%s. It counts once %r joins", text, peer)
+    for own, theirs in devices.items():
+        entry = f"worker {worker!r} maps its {own} to {theirs} of {peer!r}"
+        for owner, device in ((worker, own), (peer, theirs)):
+            if (count := counts.get(owner)) is not None and torch.device(device).index >= count:
+                has = f"{count or 'no'} CUDA device{'s' * (count != 1)}"
+                raise ValueError(f"{entry}, but {owner!r} has {has}")
+        if theirs in mapped:
+            raise ValueError(
+                f"{entry}, and its {mapped[theirs]} too: map each device to a different one"
+            )
+        mapped[theirs] = own

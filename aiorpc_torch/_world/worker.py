@@ -40,9 +40,8 @@ from ..errors import UnknownWorker, WorkerLost
 from .directory_client import DirectoryClient
 from .launch import find_port, find_tls, is_single_host, meeting_url, rank_and_size
 from .managers import world_manager
-from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
-from .startup import Startup, start_step
+from .startup import OnePort, Startup, host_of_port, start_step
 
 log = logging.getLogger("aiorpc_torch")
 
