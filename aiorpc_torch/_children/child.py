@@ -80,7 +80,7 @@ class ChildProcess:
         on_sigterm: Callable[["ChildProcess"], object] = lambda _: None,
     ) -> None:
         self.name = config.name
-        self._has_watchdog = config.watchdog is not None
+        self.config = config
         self.entered_at: float | None = None
         """When it has entered its world (`time.monotonic()`)."""
         self.is_leaving = False  # alone: it was told to, or is not supervised
@@ -100,12 +100,7 @@ class ChildProcess:
         self._process = make_process(child_main, args, config.name)
 
     async def start(self) -> None:
-        """Start the process, in a thread: the server that forks it may be frozen.
-
-        Raises:
-            OSError: if there are too many processes or open files.
-            ServerDied: if the server does not answer.
-        """
+        """Start the process, in a thread: the server that forks it may be frozen (`ServerDied`)."""
         starting = asyncio.create_task(run_in_thread(self._start, "aiorpc-start"))
         try:
             await run_to_end(starting)
@@ -217,7 +212,7 @@ class ChildProcess:
                 '`if __name__ == "__main__":`'
             )
         if code >= 0:
-            by_watchdog = code == 1 and self._has_watchdog and has_entered
+            by_watchdog = code == 1 and self.config.watchdog is not None and has_entered
             why = ", as its watchdog ends it" if by_watchdog else ""
             return f"its process ended with exit code {code}{why}"
         try:

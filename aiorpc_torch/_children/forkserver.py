@@ -76,14 +76,7 @@ class ForkServer:
         weakref.finalize(self, _end, self._socket, self.pid, os.getpid())
 
     async def ready(self, timeout: float) -> None:
-        """Wait until the modules are imported, for at most `timeout` seconds.
-
-        Raises:
-            TimeoutError: if they are not.
-            ImportError: if a module of `preload` cannot be imported.
-            RuntimeError: if one started a thread or CUDA.
-            ServerDied: if the process died.
-        """
+        """Wait until the modules are imported. Raises why they are not (`forkserver_main`)."""
         if self._is_ready:
             return
         self._has_failed = True  # unless it is ready in time
@@ -123,11 +116,7 @@ class ForkServer:
         return process
 
     def fork(self, descriptors: Sequence[int], more: int) -> None:
-        """Request a child that gets these descriptors, and `more` on the second of them.
-
-        Raises:
-            ServerDied: if the process has ended.
-        """
+        """Request a child that gets these descriptors, and `more` on the second of them."""
         try:
             socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
         except ConnectionError:
@@ -353,12 +342,7 @@ class ProcessOptions:
             raise TypeError(f"preload must be a tuple of module names, got {self.preload!r}")
 
     async def factory(self, timeout: float) -> ProcessFactory:
-        """Return the factory of the children, once their server is ready if they have one.
-
-        Raises:
-            WorldTimeout: if it is not ready in `timeout` seconds.
-            ImportError, RuntimeError: as `ForkServer.ready`.
-        """
+        """Return the factory of the children, once their server is ready if they have one."""
         if self.start == "spawn":
             return spawned_process
         with stop_signals_blocked():

@@ -51,9 +51,7 @@ class Restarts:
     def take(self, name: str, lived: float) -> float | None:
         """Return the seconds before the next restart of a worker; None if no restart is left.
 
-        Args:
-            name: name of the worker.
-            lived: seconds that its last process was in the world.
+        Its last process was in the world for `lived` seconds.
         """
         if not self.left:
             return None
@@ -91,7 +89,7 @@ class Supervisor:
     _logs: LogReader | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Ends of children that were in the world before this process knew that it is complete.
-    _early: list[tuple[ChildProcess, WorkerConfig, BaseException]] = field(default_factory=list)
+    _early: list[ChildProcess] = field(default_factory=list)
     # Set once the world is complete: before, no child can rejoin.
     _membership: Membership | None = None
     _interrupt: Interrupt | None = None
@@ -138,8 +136,8 @@ class Supervisor:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
         self._membership = me._node.membership
         early, self._early = self._early, []
-        for each in early:
-            self._on_end(*each)
+        for child in early:
+            self._on_end(child)
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:
@@ -161,13 +159,7 @@ class Supervisor:
             yield
 
     async def add(self, config: WorkerConfig, has_joined: Coroutine[Any, Any, None]) -> None:
-        """Start one more child, and supervise it once it has joined.
-
-        Raises:
-            Exception: as it has raised it, if it does not join.
-            WorldTimeout: if it is frozen, say.
-            ValueError: if a child of that name is joining.
-        """
+        """Start one more child, and supervise it once it has joined; else raise why it has not."""
         joining = asyncio.ensure_future(has_joined)
         child: ChildProcess | None = None
         try:
@@ -190,7 +182,7 @@ class Supervisor:
             raise
         finally:
             joining.cancel()
-        self._supervise(child, config)
+        child.ended.add_done_callback(lambda _: self._on_end(child))
 
     def _drop(self, child: ChildProcess) -> None:
         """Kill a child that is not supervised."""
@@ -215,9 +207,6 @@ class Supervisor:
 
         It has `timeout` seconds for the calls that run there. One that then does not end is killed:
         it is frozen, or its event loop is blocked. A cancellation changes nothing of that.
-
-        Raises:
-            ValueError: if no such child is alive.
         """
         if await self._stop_restarting(name):
             self._abandon(name, "it was stopped before it was restarted")
@@ -273,11 +262,7 @@ class Supervisor:
         await asyncio.shield(task)
 
     async def replace(self, name: str) -> None:
-        """Kill a child whatever its state, and start another one, which does not count.
-
-        Raises:
-            ValueError: if no such child is alive, or about to be restarted.
-        """
+        """Kill a child whatever its state, and start another one, which does not count."""
         if await self._stop_restarting(name):
             self._restart(self._config_of[name], WorkerLost(name, REPLACED), 0.0)
             return
@@ -299,7 +284,7 @@ class Supervisor:
 
     async def _start(self, config: WorkerConfig) -> ChildProcess:
         child = await self._begin(config)
-        self._supervise(child, config)
+        child.ended.add_done_callback(lambda _: self._on_end(child))
         return child
 
     async def _begin(self, config: WorkerConfig) -> ChildProcess:
@@ -345,42 +330,36 @@ class Supervisor:
             child.send(self._command)
         return child
 
-    def _supervise(self, child: ChildProcess, config: WorkerConfig) -> None:
-        child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
-
-    def _on_end(
-        self, child: ChildProcess, config: WorkerConfig, failure: BaseException | None
-    ) -> None:
+    def _on_end(self, child: ChildProcess) -> None:
+        name, failure = child.name, child.ended.result()
         if failure is None or self._command == "cancel":
             return
         if self._membership is None and child.entered_at is not None:
-            self._early.append((child, config, failure))
+            self._early.append(child)
             return
-        if self.last.get(config.name, child) is not child:  # one that was frozen, say
+        if self.last.get(name, child) is not child:  # one that was frozen, say
             text = printable(str(failure))
-            log.warning("a former process of worker %r has ended: %s", config.name, text)
+            log.warning("a former process of worker %r has ended: %s", name, text)
             self._release(child)
             return
-        death = None
-        if isinstance(failure, WorkerLost) and failure.worker == config.name:
-            death = failure
+        death = failure if isinstance(failure, WorkerLost) and failure.worker == name else None
         if self._membership is not None and death is not None:
-            self._membership.lose(config.name, death)
+            self._membership.lose(name, death)
         if child.is_leaving:
-            self._abandon(config.name, f"{_reason(config.name, failure)}; it was to leave")
+            self._abandon(name, f"{_reason(name, failure)}; it was to leave")
             return
         pause: float | None = None
         if child.is_replaced:
             pause = 0.0
         elif self._membership is not None and not (self._command or self._is_stopping):
-            pause = self._restarts.take(config.name, child.lived())
+            pause = self._restarts.take(name, child.lived())
         self._release(child)
         if pause is not None:
-            self._restart(config, failure, pause)
+            self._restart(child.config, failure, pause)
         else:
             if death is not None:
-                log.warning("%s; %s", printable(str(death)), self._not_restarted(config.name))
-            self._report(config.name, failure)
+                log.warning("%s; %s", printable(str(death)), self._not_restarted(name))
+            self._report(name, failure)
 
     def _not_restarted(self, name: str) -> str:
         if self.main or self._membership is None or self._command or self._is_stopping:

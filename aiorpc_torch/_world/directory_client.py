@@ -136,10 +136,8 @@ class DirectoryClient:
     async def register(self) -> wire.Registered | wire.Entering:
         """Register this worker; return all workers once they are there.
 
-        Raises:
-            WorldTimeout: if ranks are missing at the timeout; it names them.
-            ValueError: if two workers have one rank or one name, or the workers disagree; if
-                another program listens at the address of rank 0.
+        Raises ValueError if two workers have one rank or one name, or the workers disagree, and if
+        another program listens at the address of rank 0. WorldTimeout names missing ranks.
         """
         while True:
             self._stream = await self._connect()
@@ -156,11 +154,7 @@ class DirectoryClient:
                 return answer
 
     async def publish(self, address: str, maps: NamedDeviceMaps, reaches: bool) -> list[PeerInfo]:
-        """Publish the address of this worker's agent; return all members in rank order.
-
-        Raises:
-            WorldTimeout: if registered ranks did not start in time; it names them.
-        """
+        """Publish the address of this worker's agent; return all members in rank order."""
         self._published = wire.Publish(address, maps, reaches)
         self._send(self._published)
         while True:
@@ -182,8 +176,7 @@ class DirectoryClient:
     async def confirm(self, unreachable: Sequence[int], text: str) -> None:
         """Confirm that this worker reaches all others, and wait until all have confirmed.
 
-        Raises:
-            WorldTimeout: with `text` if ranks are unreachable; if a worker does not confirm.
+        If ranks are unreachable, the WorldTimeout of all workers has this `text`.
         """
         self._send(wire.Confirm(unreachable, text))
         try:
@@ -220,8 +213,7 @@ class DirectoryClient:
     async def _open_directory(self, timeout: float) -> Stream[ToWorker]:
         """Make the directory of a new world, or of one whose members connect before it starts.
 
-        Raises:
-            OSError: if another one may be there which does not answer.
+        Raises OSError if another one may be there which does not answer.
         """
         seen, is_dead = Seen(None, None), False
         if self._meeting.is_movable:
@@ -307,8 +299,7 @@ class DirectoryClient:
     async def _in_thread(self, step: Callable[[], T]) -> T:
         """Run a step in a thread, once the last one has ended: one that blocks may stay for long.
 
-        Raises:
-            Blocked: if one of the two does not end in time.
+        Raises Blocked if one of the two does not end in time.
         """
         limit = max(self.remaining(), MIN_STEP) if self._following is None else STEP_TIMEOUT
         if (last := self._attempt) is not None:
@@ -493,11 +484,7 @@ class DirectoryClient:
         self._following = self._loop.create_task(self._follow(node), name=WORLD_TASK)
 
     async def entered(self) -> Sequence[str]:
-        """Wait until all members have added this worker; return those that do not answer.
-
-        Raises:
-            WorldTimeout: if rank 0 has died or does not answer.
-        """
+        """Wait until all members have added this worker; return those that do not answer."""
         await asyncio.wait((self._entered,), timeout=self.remaining() + ANSWER_GRACE)
         if not self._entered.done() or self._entered.cancelled():
             self._entered.cancel()

@@ -75,12 +75,7 @@ def _number(value: str, source: str) -> int:
 def rank_and_size(
     name: str | None, rank: int | None, world_size: int | None, *, join: bool
 ) -> tuple[int, int]:
-    """Return the given rank and world size or the environment's; -1 for a worker that joins.
-
-    Raises:
-        ValueError: if one is missing, or is given to a worker that joins, or that has no name.
-        RuntimeError: if this process joins, and was in a world before.
-    """
+    """Return the given rank and world size or the environment's; -1 for a worker that joins."""
     if not join:
         return find_number("RANK", rank), find_number("WORLD_SIZE", world_size)
     if name is None:
@@ -110,11 +105,7 @@ def find_port(port: int | None) -> int | None:
 
 
 def find_tls(tls: Tls | None) -> Tls | None:
-    """Return `tls`, or that of the files which the environment names.
-
-    Raises:
-        ValueError: if some variables are missing, or a file cannot be used.
-    """
+    """Return `tls`, or that of the files which the environment names."""
     if tls is not None or not any(os.environ.get(name) for name in TLS):
         return tls
     if missing := [name for name in TLS if not os.environ.get(name)]:
@@ -221,11 +212,7 @@ _LIST = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """Return the names of the hosts, in Slurm's order: of several brackets the last runs fastest.
-
-    Raises:
-        ValueError: if `text` is not a list of hosts.
-    """
+    """Return the hosts of a list, in Slurm's order: of several brackets the last runs fastest."""
     ranges = (each for numbers in _BRACKET.findall(text) for each in _ranges(numbers))
     if not _LIST.fullmatch(text) or any(first > last for first, last, _ in ranges):
         raise ValueError(f"must be a list of hosts such as node[03-05,9],gpu1, got {text!r}")

@@ -47,15 +47,9 @@ _CHANNELS = ("cuda_ipc", "cma", "cuda_basic", "basic")  # in TensorPipe's order
 
 
 async def start_step(step: Callable[[], T], timeout: float, left: float | None = None) -> T:
-    """Run a step of a start that may block without end in a thread, and return its result.
+    """Run a step of a start in a thread: it reads files or looks up names, perhaps without end.
 
-    Args:
-        step: reads files, say, or looks up names.
-        timeout: seconds of the whole start.
-        left: seconds of it that are left (default: all).
-
-    Raises:
-        WorldTimeout: if the step does not end in time; it names what does not answer.
+    Of the `timeout` of the start there are `left` seconds left, by default all.
     """
     call = BlockingCall(step, "a step of the start does not end")
     try:
@@ -78,16 +72,7 @@ def channels_at_port(given: Sequence[str] | None) -> list[str]:
 
 
 class OnePort:
-    """The port of a worker, and the tunnels to others.
-
-    Args:
-        config: of the worker.
-        host: the address to listen at.
-
-    Raises:
-        OSError: if the port is in use; the message names it.
-        ValueError: if the certificate is not valid.
-    """
+    """The port of a worker, which listens at `host`, and the tunnels to others."""
 
     def __init__(self, config: WorkerConfig, host: str) -> None:
         if config.tls is not None:
@@ -138,9 +123,6 @@ class Startup:
         """Start torch's RPC, and return its agent and the members of the world in rank order.
 
         After a failure torch's RPC is stopped.
-
-        Raises:
-            WorldTimeout, ValueError: as `worker`.
         """
         try:
             return await self._run()
@@ -296,9 +278,6 @@ def resolve_device_maps(
 
     The work is linear in the workers and in the maps. With "auto" the first workers that have as
     many devices share their maps; one that has joined has its own.
-
-    Raises:
-        ValueError: if a map is invalid; it names the worker, the peer and the device.
     """
     counts = {each.name: each.devices for each in registrations}
 

@@ -111,19 +111,66 @@ class WorkerThread(Generic[W]):
         """
         if not isinstance(stream, AsyncIterable):
             raise TypeError(f"iterate() takes what `async for` takes, got {stream!r}")
-        return self._items(stream)
+        return _items(stream, self._waits)
 
-    def _items(self, stream: AsyncIterable[T]) -> Iterator[T]:
-        reader = _StreamReader(stream, self._waits)
+
+def _items(stream: AsyncIterable[T], waits: "_Waits") -> Iterator[T]:
+    """Yield the items of a stream, which one task runs, step by step.
+
+    So what an asynchronous generator enters, it leaves in the same task and context.
+    """
+    task: asyncio.Task[None] | None = None
+    asked: asyncio.Queue[tuple[concurrent.futures.Future[Step], float | None] | None]
+    asked = asyncio.Queue()
+
+    async def run() -> None:
+        iterator: Any = None
         try:
-            is_over = False
-            while not is_over:
-                items, is_over, failure = reader.read()
-                yield from items
-                if failure is not None:
-                    raise failure
+            while (step := await asked.get()) is not None:
+                if iterator is None:
+                    iterator = aiter(stream)  # a remote stream is sent now
+                await waits.complete(step[0], _next_items(iterator, step[1]))
+                if step[0].exception() is not None or step[0].result()[1]:
+                    return
         finally:
-            reader.close()
+            if hasattr(iterator, "aclose"):
+                with contextlib.suppress(Exception):
+                    await iterator.aclose()
+
+    def ask(future: "concurrent.futures.Future[Step]", seconds: float | None) -> None:
+        nonlocal task
+        if not waits.refuses(future):
+            if task is None:  # the context is that of the reading thread
+                task = waits.loop.create_task(run(), name="aiorpc-iterate")
+            asked.put_nowait((future, seconds))
+
+    try:
+        is_over = False
+        while not is_over:
+            future: concurrent.futures.Future[Step] = waits.future()
+            call_soon(waits.loop, ask, future, seconds_left())
+            items, is_over, failure = waits.wait(future, lambda: task is not None and task.cancel())
+            yield from items
+            if failure is not None:
+                raise failure
+    finally:  # not awaited: the collector of garbage may do this in any thread
+        call_soon(waits.loop, asked.put_nowait, None)
+
+
+async def _next_items(iterator: Any, seconds: float | None) -> Step:
+    items: list[Any] = []
+    has_item: Callable[[], bool] = getattr(iterator, "_has_item", bool)
+    try:
+        # Not `timeout`: a generator would keep its deadline beyond the step.
+        async with asyncio.timeout(None if seconds is None else max(seconds, 0.0) + LATER):
+            items.append(await anext(iterator))
+            while has_item() and len(items) < MOST_ITEMS:
+                items.append(await anext(iterator))
+    except StopAsyncIteration:
+        return items, True, None
+    except Exception as exc:
+        return items, True, exc
+    return items, False, None
 
 
 async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
@@ -146,7 +193,13 @@ class _Waits:
         """Run a coroutine in a task of the loop, and return its result. In another thread."""
         future: concurrent.futures.Future[T] = self.future()
         tasks: list[asyncio.Task[None]] = []
-        call_soon(self.loop, self._start, coroutine, future, tasks)
+
+        def start() -> None:
+            if not self.refuses(future):
+                running = self.complete(future, coroutine)
+                tasks.append(self.loop.create_task(running, name="aiorpc-run"))
+
+        call_soon(self.loop, start)
         return self.wait(future, lambda: [task.cancel() for task in tasks])
 
     def future(self) -> "concurrent.futures.Future[Any]":
@@ -178,15 +231,6 @@ class _Waits:
 
     # ── in the thread of the loop ───────────────────────────────────────────────────────────────
 
-    def _start(
-        self,
-        coroutine: Coroutine[Any, Any, Any],
-        future: "concurrent.futures.Future[Any]",
-        tasks: "list[asyncio.Task[None]]",
-    ) -> None:
-        if not self.refuses(future):
-            tasks.append(self.loop.create_task(self.complete(future, coroutine), name="aiorpc-run"))
-
     def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
         """Fail a future, and return True, if the world has ended: nothing starts any more."""
         if self.is_ending:
@@ -217,74 +261,6 @@ class _Waits:
 
     def _left(self) -> NotInWorld:
         return NotInWorld("the block of in_thread() was left")
-
-
-class _StreamReader:
-    """The reader of a stream, for another thread. One task runs the stream, step by step.
-
-    So what an asynchronous generator enters, it leaves in the same task and context.
-    """
-
-    def __init__(self, stream: AsyncIterable[Any], waits: _Waits) -> None:
-        self._stream = stream
-        self._waits = waits
-        self._task: asyncio.Task[None] | None = None
-        self._asked: asyncio.Queue[tuple[concurrent.futures.Future[Step], float | None] | None]
-        self._asked = asyncio.Queue()
-
-    def read(self) -> Step:
-        """Return the next items, in the deadline of this thread."""
-        future: concurrent.futures.Future[Step] = self._waits.future()
-        call_soon(self._waits.loop, self._ask, future, seconds_left())
-        return self._waits.wait(future, self._cancel)
-
-    def close(self) -> None:
-        """Close the stream. Not awaited: the collector of garbage may do this in any thread."""
-        call_soon(self._waits.loop, self._asked.put_nowait, None)
-
-    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
-
-    def _ask(self, future: "concurrent.futures.Future[Step]", seconds: float | None) -> None:
-        if self._waits.refuses(future):
-            return
-        if self._task is None:  # the context is that of the reading thread
-            self._task = self._waits.loop.create_task(self._run(), name="aiorpc-iterate")
-        self._asked.put_nowait((future, seconds))
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        iterator: Any = None
-        try:
-            while (asked := await self._asked.get()) is not None:
-                future, seconds = asked
-                if iterator is None:
-                    iterator = aiter(self._stream)  # a remote stream is sent now
-                await self._waits.complete(future, _next_items(iterator, seconds))
-                if future.exception() is not None or future.result()[1]:
-                    return
-        finally:
-            if hasattr(iterator, "aclose"):
-                with contextlib.suppress(Exception):
-                    await iterator.aclose()
-
-
-async def _next_items(iterator: Any, seconds: float | None) -> Step:
-    items: list[Any] = []
-    has_item: Callable[[], bool] = getattr(iterator, "_has_item", bool)
-    try:
-        # Not `timeout`: a generator would keep its deadline beyond the step.
-        async with asyncio.timeout(None if seconds is None else max(seconds, 0.0) + LATER):
-            items.append(await anext(iterator))
-            while has_item() and len(items) < MOST_ITEMS:
-                items.append(await anext(iterator))
-    except StopAsyncIteration:
-        return items, True, None
-    except Exception as exc:
-        return items, True, exc
-    return items, False, None
 
 
 @thread_manager

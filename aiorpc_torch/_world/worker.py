@@ -33,7 +33,7 @@ from .._port.network import loopback_only, requested_interface
 from .._port.port import Port
 from .._port.tls import Tls
 from .._server.exports import Export, checked_exports
-from .._torch.agent import Agent, PeerInfo, is_running
+from .._torch.agent import PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
@@ -462,7 +462,8 @@ async def _entered(
             watched = offered(node, config.init_method)
             ends = ending_if_blocked(config.watchdog)
             with _gc_frozen(config.freeze_gc), dump_on_signal(), watched, ends:
-                async with _running(config, node, directory, agent, workers, port) as me:
+                shutdown = Shutdown(node, agent, directory, config.stop_timeout)
+                async with _running(config, shutdown, workers, port) as me:
                     yield me
     finally:
         entry_points.leave(node)
@@ -489,20 +490,15 @@ def _gc_frozen(wanted: bool) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _running(
-    config: WorkerConfig,
-    node: Node,
-    directory: DirectoryClient,
-    agent: Agent,
-    workers: list[PeerInfo],
-    port: Port | None,
+    config: WorkerConfig, shutdown: Shutdown, workers: list[PeerInfo], port: Port | None
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
+    node, directory = shutdown.node, shutdown.directory
     registration = directory.registration
     [own] = (each for each in workers if each.name == config.name)
     failure, node.leaves_alone = "", config.join
-    shutdown = Shutdown(node, agent, directory, config.stop_timeout)
     try:
-        node.start(host_for(workers, own), workers, agent, port)
+        node.start(host_for(workers, own), workers, shutdown.agent, port)
         node.members.coordinator = directory.coordinator
         directory.follow(node)
         if registration.entry:
