@@ -108,22 +108,19 @@ class _Source:
         """Read what has come."""
         with self._lock:
             for _ in range(MOST_READS):
-                if self.has_ended or (data := self._receive()) is None:
+                if self.has_ended:
                     return
+                try:
+                    data = os.read(self.reader.fileno(), 1 << 16)
+                except BlockingIOError:
+                    return
+                except OSError:
+                    data = b""
                 self._take(self._lines.feed(data))
                 self._fed_at, self.awaits_end = time.monotonic(), os.isatty(self.stream)
                 if not data:
                     self.has_ended = True
                     self._take([rest] if (rest := self._lines.take_rest()) else [])
-
-    def _receive(self) -> bytes | None:
-        """Return what has come, b"" at the end, None if there is nothing."""
-        try:
-            return os.read(self.reader.fileno(), 1 << 16)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
 
     def _take(self, lines: list[bytes]) -> None:
         self._read.extend(lines)
@@ -216,22 +213,18 @@ class LogReader:
     def _run(self) -> None:
         with contextlib.closing(self._woken), contextlib.closing(self._wake):
             while not self._is_closing:
-                self._wait()
+                every = [each for each in [*self._sources] if not each.has_ended]
+                poller = select.poll()
+                for descriptor in (self._woken, *(each.reader for each in every)):
+                    poller.register(descriptor, select.POLLIN)
+                awaits = any(each.awaits_end for each in every)
+                poller.poll(PROMPT_DELAY * 1000 if awaits else None)
+                while self._woken.poll():
+                    self._woken.recv_bytes()
                 self._print()
             self._print()
             for each in self._sources:
                 each.close()
-
-    def _wait(self) -> None:
-        """Wait until there is something to read."""
-        reading = {each.reader.fileno(): each for each in [*self._sources] if not each.has_ended}
-        poller = select.poll()
-        for descriptor in (self._woken.fileno(), *reading):
-            poller.register(descriptor, select.POLLIN)
-        awaits = any(each.awaits_end for each in reading.values())
-        poller.poll(PROMPT_DELAY * 1000 if awaits else None)
-        while self._woken.poll():
-            self._woken.recv_bytes()
 
     def _print(self) -> None:
         for each in [*self._sources]:

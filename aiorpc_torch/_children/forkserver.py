@@ -68,12 +68,12 @@ class ForkServer:
         self.preload = tuple(preload)
         self.inherits = inherited_state()
         self._is_ready = self._has_failed = False
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.setblocking(False)
         with theirs:
             self.pid = _start(theirs.fileno(), path, self.preload)
-        close_on_fork(self._socket)
-        weakref.finalize(self, _end, self._socket, self.pid, os.getpid())
+        close_on_fork(self.socket)
+        weakref.finalize(self, _end, self.socket, self.pid, os.getpid())
 
     async def ready(self, timeout: float) -> None:
         """Wait until the modules are imported. Raises why they are not (`forkserver_main`)."""
@@ -81,7 +81,7 @@ class ForkServer:
             return
         self._has_failed = True  # unless it is ready in time
         async with asyncio.timeout(timeout):
-            report = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 17)
+            report = await asyncio.get_running_loop().sock_recv(self.socket, 1 << 17)
         error: BaseException | None = pickle.loads(report) if report else _died()
         if error is not None:
             raise error
@@ -98,7 +98,7 @@ class ForkServer:
         if self._has_failed:
             return False
         poller = select.poll()
-        poller.register(self._socket, 0)
+        poller.register(self.socket, 0)
         return not poller.poll(0)  # no POLLHUP
 
     def serves(self, preload: Sequence[str]) -> bool:
@@ -114,13 +114,6 @@ class ForkServer:
         process = ForkedProcess(target=target, args=args, name=name)
         process.server = self
         return process
-
-    def fork(self, descriptors: Sequence[int], more: int) -> None:
-        """Request a child that gets these descriptors, and `more` on the second of them."""
-        try:
-            socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
-        except ConnectionError:
-            raise _died() from None
 
 
 _current: ForkServer | None = None
@@ -246,7 +239,10 @@ class _Launched(popen_fork.Popen):
                 some = self._inherited[start : start + MOST_DESCRIPTORS]
                 socket.send_fds(self._status, [b"."], some)
             shared = [data.fileno(), theirs.fileno(), *streams, tracker]
-            self._server.fork(shared, len(self._inherited))
+            try:  # a request for a child that gets these, and the others on the second of them
+                socket.send_fds(self._server.socket, [NUMBER.pack(len(self._inherited))], shared)
+            except ConnectionError:
+                raise _died() from None
         self.sentinel = self._status.fileno()
         self.pid = self._receive_pid()
 

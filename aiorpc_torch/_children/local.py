@@ -75,7 +75,7 @@ class LocalWorker(Worker):
         await await_on(self._node.loop, self._stop(name))
 
     async def _restart(self, peer: Peer) -> None:
-        if self._supervisor.knows(peer.name):
+        if peer.name in self._supervisor.config_of:
             await self._supervisor.replace_once(peer.name, lambda: self._replace(peer))
         else:
             await Worker._restart(self, peer)

@@ -80,7 +80,8 @@ class Supervisor:
     last: dict[str, ChildProcess] = field(default_factory=dict)
     """The last child of each name. Any thread may read it."""
     _children: list[ChildProcess] = field(default_factory=list)
-    _config_of: dict[str, WorkerConfig] = field(default_factory=dict)  # of the last child
+    config_of: dict[str, WorkerConfig] = field(default_factory=dict)
+    """The configuration of each name that has had a child."""
     _starting: set[str] = field(default_factory=set)
     _restarting: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _replacing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -231,13 +232,9 @@ class Supervisor:
         child.ended.add_done_callback(on_end)
         await asyncio.wait((child.ended,))
 
-    def knows(self, name: str) -> bool:
-        """Return whether this process has started a child of that name."""
-        return name in self._config_of
-
     def is_given_up(self, name: str) -> bool:
-        """Return whether such a child has ended, and is not restarted."""
-        return self.knows(name) and name not in self.last and name not in self._restarting
+        """Return whether the child of that name has ended, and is not restarted."""
+        return name not in self.last and name not in self._restarting
 
     def _alive(self, name: str) -> ChildProcess:
         child = self.last.get(name)
@@ -264,7 +261,7 @@ class Supervisor:
     async def replace(self, name: str) -> None:
         """Kill a child whatever its state, and start another one, which does not count."""
         if await self._stop_restarting(name):
-            self._restart(self._config_of[name], WorkerLost(name, REPLACED), 0.0)
+            self._restart(self.config_of[name], WorkerLost(name, REPLACED), 0.0)
             return
         child = self._alive(name)
         child.is_leaving, child.is_replaced = False, True
@@ -288,7 +285,7 @@ class Supervisor:
         return child
 
     async def _begin(self, config: WorkerConfig) -> ChildProcess:
-        self._config_of[config.name] = config
+        self.config_of[config.name] = config
         self._starting.add(config.name)
         try:
             try:

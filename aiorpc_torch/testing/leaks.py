@@ -113,11 +113,8 @@ def _threads() -> frozenset[threading.Thread]:
     return frozenset(each for each in threading.enumerate() if each.name.startswith("aiorpc"))
 
 
-# ── processes, by Linux's /proc ─────────────────────────────────────────────────────────────────
-
-
 def _children(but: Set[Process] = frozenset()) -> dict[Process, str]:
-    """Return this process's children and theirs with names, without multiprocessing's helpers."""
+    """Return by /proc this process's children and theirs with names, without helpers of Python."""
     # The helpers live as long as this process. Their names are private to CPython.
     tracker: Any = resource_tracker._resource_tracker
     theirs: Any = forkserver._forkserver
