@@ -92,10 +92,6 @@ def _imported(preload: Sequence[str]) -> BaseException | None:
             return error
     with contextlib.suppress(ImportError):
         importlib.import_module("uvloop")
-    return _unfit_for_forks()
-
-
-def _unfit_for_forks() -> BaseException | None:
     # Libraries may end their threads in a fork's handler, and so once for all: OpenBLAS does, of
     # which numpy's import starts threads.
     if (pid := os.fork()) == 0:

@@ -81,11 +81,10 @@ class LocalWorker(Worker):
             await Worker._restart(self, peer)
 
     async def _replace(self, peer: Peer) -> None:
-        if self._supervisor.is_given_up(peer.name):
-            await self.start(peer.name)
-        else:
-            await self._supervisor.replace(peer.name)
+        if await self._supervisor.replace(peer.name):
             await self._node.membership.wait_until_alive(peer.name, peer.worker_id)
+        else:
+            await self.start(peer.name)
 
     def _check_is_open(self) -> None:
         if not self._node.membership.is_open:

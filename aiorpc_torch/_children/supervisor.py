@@ -232,10 +232,6 @@ class Supervisor:
         child.ended.add_done_callback(on_end)
         await asyncio.wait((child.ended,))
 
-    def is_given_up(self, name: str) -> bool:
-        """Return whether the child of that name has ended, and is not restarted."""
-        return name not in self.last and name not in self._restarting
-
     def _alive(self, name: str) -> ChildProcess:
         child = self.last.get(name)
         if child is None or child.ended.done():
@@ -258,15 +254,21 @@ class Supervisor:
             task.add_done_callback(on_end)
         await asyncio.shield(task)
 
-    async def replace(self, name: str) -> None:
-        """Kill a child whatever its state, and start another one, which does not count."""
+    async def replace(self, name: str) -> bool:
+        """Kill a child whatever its state, and start another one, which does not count.
+
+        Return False for one that has ended, and is not restarted.
+        """
         if await self._stop_restarting(name):
             self._restart(self.config_of[name], WorkerLost(name, REPLACED), 0.0)
-            return
+            return True
+        if name not in self.last:
+            return False
         child = self._alive(name)
         child.is_leaving, child.is_replaced = False, True
         child.kill(REPLACED)
         await asyncio.wait((child.ended,))
+        return True
 
     def _abandon(self, name: str, text: str) -> None:
         if self._membership is not None:

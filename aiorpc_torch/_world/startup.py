@@ -13,7 +13,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -101,23 +101,17 @@ class OnePort:
         return self._tunnels.failure(peer)
 
 
+@dataclass(eq=False)
 class Startup:
     """The start of one worker. `use_routes` takes the devices that tensors may be on."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        directory: DirectoryClient,
-        use_routes: Callable[[DeviceRoutes], None],
-        one_port: OnePort | None = None,
-    ) -> None:
-        self._config = config
-        self._directory = directory
-        self._use_routes = use_routes
-        self._one_port = one_port
-        self._interface = config.interface
-        self._starting: asyncio.Future[None] | None = None
-        self._agent: Agent | None = None  # set once torch's RPC runs
+    config: WorkerConfig
+    directory: DirectoryClient
+    use_routes: Callable[[DeviceRoutes], None]
+    one_port: OnePort | None = None
+    _interface: str | None = None
+    _starting: asyncio.Future[None] | None = None
+    _agent: Agent | None = None  # set once torch's RPC runs
 
     async def run(self) -> tuple[Agent, list[PeerInfo]]:
         """Start torch's RPC, and return its agent and the members of the world in rank order.
@@ -128,12 +122,12 @@ class Startup:
             return await self._run()
         except BaseException as exc:
             if isinstance(exc, asyncio.CancelledError):
-                self._directory.give_up()
+                self.directory.give_up()
             await run_to_end(asyncio.create_task(self._cancel()))
             raise
 
     async def _run(self) -> tuple[Agent, list[PeerInfo]]:
-        directory, config = self._directory, self._config
+        directory, config = self.directory, self.config
         maps = await self._register_and_start()
         assert self._agent is not None
         # A joining worker is added by all: it need not be reached before.
@@ -141,7 +135,7 @@ class Startup:
         members = await directory.publish(self._agent.address, maps, is_reached)
         for member in members:
             self._agent.add_peer(member)
-        self._use_routes(self._agent.routes)
+        self.use_routes(self._agent.routes)
         if not is_reached:
             missing = await self._unreachable(members)
             text = self._unreachable_text(missing) if missing else ""
@@ -150,7 +144,7 @@ class Startup:
 
     async def _register_and_start(self) -> NamedDeviceMaps:
         """Register, start torch's RPC, and return this worker's device maps."""
-        directory = self._directory
+        directory = self.directory
         answer = await directory.register()
         registrations, own = answer.registrations, directory.registration
         if isinstance(answer, Entering):
@@ -161,7 +155,7 @@ class Startup:
         maps = {each.name: of for each, of in zip(registrations, every, strict=True)}
         is_first = all(each.worker_id is None for each in registrations)
         self._interface = await start_step(
-            self._find_interface, self._config.start_timeout, directory.remaining()
+            self._find_interface, self.config.start_timeout, directory.remaining()
         )
         step = lambda: self._start_agent(worker_id, maps, first_world=is_first)  # noqa: E731
         self._starting = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
@@ -172,11 +166,11 @@ class Startup:
     def _start_agent(
         self, worker_id: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
     ) -> None:
-        config, interface = self._config, self._interface
+        config, interface = self.config, self._interface
         channels = channel_names(config.channels)
-        self._use_routes(DeviceRoutes.for_worker(config.name, maps))
+        self.use_routes(DeviceRoutes.for_worker(config.name, maps))
         log.info("%s uses %s", config.name, network.describe(interface))
-        if (one_port := self._one_port) is not None:
+        if (one_port := self.one_port) is not None:
             interface = network.loopback_only()
             channels = channels_at_port(channels)
         with network.interface_env(interface):
@@ -205,8 +199,8 @@ class Startup:
 
     def _find_interface(self) -> str | None:
         """Return the interface for torch's RPC, None for what this machine's name resolves to."""
-        found = self._config.interface or network.interface_towards(self._directory.host)
-        if found is None and self._one_port is None:
+        found = self.config.interface or network.interface_towards(self.directory.host)
+        if found is None and self.one_port is None:
             network.look_up_own_name()  # before torch does, which names nothing
         return found
 
@@ -214,13 +208,13 @@ class Startup:
 
     async def _unreachable(self, members: Sequence[PeerInfo]) -> list[PeerInfo]:
         """Connect with `peers_to_reach`, and return the peers that are not reached."""
-        others = (peer for peer in members if peer.name != self._config.name)
+        others = (peer for peer in members if peer.name != self.config.name)
         # Of all peers: the first message to one without a route would end this process.
         if no_route := [peer for peer in others if not network.has_route(peer.address)]:
             return no_route
-        peers = peers_to_reach(members, self._directory.registration.rank)
+        peers = peers_to_reach(members, self.directory.registration.rank)
         pings = [wrap_future(ping(peer.info)) for peer in peers]
-        timeout = min(REACH_TIMEOUT, self._directory.remaining() + PING_GRACE)
+        timeout = min(REACH_TIMEOUT, self.directory.remaining() + PING_GRACE)
         await asyncio.wait(pings, timeout=timeout)
         missing = [
             peer
@@ -234,11 +228,11 @@ class Startup:
     def _unreachable_text(self, missing: Sequence[PeerInfo]) -> str:
         peers = []
         for peer in missing:
-            reason = "" if self._one_port is None else self._one_port.failure(peer.name)
+            reason = "" if self.one_port is None else self.one_port.failure(peer.name)
             text = f"{peer.name!r} at {peer.endpoint or peer.address}"
             peers.append(f"{text} ({reason})" if reason else text)
         return (
-            f"all workers registered, but {self._config.name!r} does not reach {', '.join(peers)}. "
+            f"all workers registered, but {self.config.name!r} does not reach {', '.join(peers)}. "
             f"This worker uses {network.describe(self._interface)}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
