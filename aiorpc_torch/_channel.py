@@ -266,11 +266,14 @@ class Channel:
             self.input = Input.BROKEN
             self.close("broken", f"cannot read a frame: {exc}")
             self.on_broken(exc)
-        self.note_heard()
+        peer = self._peer  # as `note_heard`
+        peer.last_heard = monotonic()
+        if peer.state is not _ALIVE:
+            self._observer.on_message(peer)
         self.on_read()
 
     def note_heard(self) -> None:
-        """Note a sign of life of the peer."""
+        """Note a sign of life of the peer, which did not come in a frame."""
         peer = self._peer
         peer.last_heard = monotonic()
         if peer.state is not _ALIVE:

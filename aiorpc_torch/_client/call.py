@@ -198,7 +198,9 @@ class RemoteCall(LazyCall[Any]):
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        self._use()
+        if self._steps is not None:  # as `_use`
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
         future = timer = due = bound = None
         try:
             try:

@@ -183,35 +183,30 @@ class Connection(Channel):
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     def call(self, target: Target, args: Arguments, due: float | None) -> InlineFuture:
-        """Send a call; return the future of its value, or of its failure."""
-        future = InlineFuture(self.loop)
-        if not (due is None and not args[1] and self._call_simply(future, target, args[0])):
-            call = self.encoder.call(self._calls, target, False, args, due)
-            self._submit(call, future, target)
-        return future
+        """Send a call; return the future of its value, or of its failure.
 
-    def _call_simply(self, receiver: InlineFuture, target: Target, args: tuple[Any, ...]) -> bool:
-        """Send a call of one small argument; return whether it was, False for any other call.
-
-        As `encoder.call` and `_submit`, which ask these questions in functions of their own: that
-        takes some 6 µs more.
+        Most calls have one small argument, and go on from here. They ask the questions that
+        `encoder.call` and `_submit` ask of any call in functions of their own: that takes some 6 µs
+        more.
         """
+        (values, keywords), receiver = args, InlineFuture(self.loop)
         # Is it open, and was its target encoded for an earlier call? Are there ancestors to send?
-        if not self.is_open or len(args) != 1 or type(target) is not MethodTarget:
-            return False
+        is_simple = due is None and not keywords and len(values) == 1
+        if not (is_simple and self.is_open and type(target) is MethodTarget):
+            return self._call_any(receiver, target, args, due)
         known = self.encoder.methods.get(target.name)
         if known is None or known.rref() is not target.on or entered_scopes() or awaited:
-            return False
+            return self._call_any(receiver, target, args, due)
         # Is it of an autograd context? Do variables travel with it, or is it told of?
         if current_record() is not None or current_context_id() >= 0:
-            return False
+            return self._call_any(receiver, target, args, due)
         if (propagation.used or TRACER in modules) and is_needed():
-            return False
+            return self._call_any(receiver, target, args, due)
         # Is it small, and its result too, as far as is known?
-        value, encoded, large = args[0], known.target, self.transfers.large_results
+        value, encoded, large = values[0], known.target, self.transfers.large_results
         found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
         if found is None or (large and encoded in large):
-            return False
+            return self._call_any(receiver, target, args, due)
         (kind, cell), number, state, window = found, self._calls, self.state, self.window
         head = known.heads.get(kind) or self.encoder.head_alone(known, kind)
         # Is another call unanswered or unsent, as `may_send_alone`? Would the transport drop it?
@@ -220,21 +215,32 @@ class Connection(Channel):
         if others or state.woken != 1 or self.transport.is_closing():
             size = len(cell) if type(cell) is bytes else plain_bytes(cell)
             call = EncodedCall(number, head, (cell,), None, size)
-            return not call.is_large and self._queue(call, receiver, target)
+            if call.is_large:
+                return self._call_any(receiver, target, args, due)
+            self._queue(call, receiver, target)
+            return receiver
         column = cell if type(kind) is tuple else (cell,)
         data = dump(((head.data, (number,), (column,)),))
         size = len(data)
         if size > INLINE_BYTES:
-            return False
+            return self._call_any(receiver, target, args, due)
         self._register(number, receiver, target, encoded)
         window[number] = size  # as `sent`
         window.size += size
         self._lone_calls += 1
         self._lone_bytes += size
         self.write(header(size, CALLS) + data)  # as `frame`, of small data
-        return True
+        return receiver
 
-    def _queue(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> bool:
+    def _call_any(
+        self, receiver: InlineFuture, target: Target, args: Arguments, due: float | None
+    ) -> InlineFuture:
+        """Send a call; return its receiver."""
+        call = self.encoder.call(self._calls, target, False, args, due)
+        self._submit(call, receiver, target)
+        return receiver
+
+    def _queue(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> None:
         """Send a call with others, or behind them."""
         is_idle = not self.pending
         self._register(call.number, receiver, target, call.head.target)
@@ -242,7 +248,6 @@ class Connection(Channel):
             self.flush()
         else:
             self.flush_soon()
-        return True
 
     def _register(
         self, number: int, receiver: ReplyReceiver, target: Target, encoded: EncodedTarget

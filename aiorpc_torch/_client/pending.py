@@ -207,8 +207,11 @@ class PendingCalls(dict[int, ReplyReceiver]):
             if self._observed:
                 self._end(key, value)
             if type(receiver) is InlineFuture:
-                if receiver.set_result(value):
-                    self.wake.append(receiver)
+                if receiver._state == "waiting":  # as `set_result`
+                    receiver._state = "done"
+                    receiver.answer, receiver.event = value, None
+                    if receiver._step is not None:
+                        self.wake.append(receiver)
             elif receiver is None:
                 self.late += 1
                 if type(value) is HeldResult:

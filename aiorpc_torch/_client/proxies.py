@@ -23,14 +23,17 @@ from .supervised import Supervised
 
 T = TypeVar("T")
 
+MOST_METHODS = 64  # that a handle remembers
+
 
 class RemoteProxy(Generic[T]):
     """A handle of the object behind an RRef: its methods return awaitables. Made by `remote`."""
 
-    __slots__ = ("_retries", "_rref", "_timeout")
+    __slots__ = ("_methods", "_retries", "_rref", "_timeout")
 
     def __init__(self, rref: RRef[T], timeout: float | None, retries: int = 0) -> None:
         self._rref = rref
+        self._methods: dict[str, RemoteMethod] = {}  # that were named: to make one takes 1 µs
         self._timeout = timeout
         self._retries = retries
 
@@ -46,12 +49,19 @@ class RemoteProxy(Generic[T]):
     def __getattribute__(self, name: str) -> Callable[..., RemoteCall]:
         if name.startswith("_"):
             return _own_attribute(self, name)  # type: ignore[no-any-return]
+        methods: dict[str, RemoteMethod] = _methods_of(self)
+        if (known := methods.get(name)) is not None:
+            return known
         rref = _rref_of(self)
         target = MethodTarget(rref, check_public_name(name))
         if retries := _retries_of(self):
-            return RemoteMethod(RoutedCall, rref, target, _timeout_of(self), retries)
-        call = _TorchStyleCall if name in _OF_TORCH else RemoteCall
-        return RemoteMethod(call, rref, target, _timeout_of(self))
+            method = RemoteMethod(RoutedCall, rref, target, _timeout_of(self), retries)
+        else:
+            call = _TorchStyleCall if name in _OF_TORCH else RemoteCall
+            method = RemoteMethod(call, rref, target, _timeout_of(self))
+        if len(methods) < MOST_METHODS:
+            methods[name] = method
+        return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> RemoteCall:
         """Call the object itself: `await remote(net)(x)`, with a module's hooks."""
@@ -134,7 +144,7 @@ def _name_of(method: RemoteMethod) -> str:
 
 _slots: Any = vars(RemoteProxy)
 _rref_of, _timeout_of = _slots["_rref"].__get__, _slots["_timeout"].__get__
-_retries_of = _slots["_retries"].__get__
+_retries_of, _methods_of = _slots["_retries"].__get__, _slots["_methods"].__get__
 
 
 def _own_attribute(proxy: RemoteProxy[Any], name: str) -> Any:

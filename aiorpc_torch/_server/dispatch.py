@@ -28,12 +28,13 @@ from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.profiling import profiler_enabled
 from .._torch.rrefs import RRefId
 from .._wire.ancestry import BatchId, BatchScope, from_wire
-from .._wire.columns import read_cells
+from .._wire.columns import PLAIN, read_cells
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import (
     MAX_HEADS,
     MAX_KNOWN_HEAD,
     NO_ARGUMENTS,
+    Arguments,
     CallHead,
     Group,
     check_groups,
@@ -111,6 +112,8 @@ class Dispatcher:
         groups = read_groups(data)
         if len(groups) != 1 or len(groups[0].numbers) != 1 or groups[0].budgets:
             check_groups(groups)
+        elif self._start_simply(groups[0]):
+            return 1
         return self._start(groups, tensors)
 
     def on_slot(self, data: bytes) -> int:
@@ -148,6 +151,45 @@ class Dispatcher:
             self._drop_held(item)
 
     # ── calls that may start ────────────────────────────────────────────────────────────────────
+
+    def _start_simply(self, group: Group) -> bool:
+        """Start a lone call of an `async def` with one argument; return whether it was started.
+
+        As `_start`, `calls_of` and `Executor.start`, in a third of their instructions. Any other
+        call is for them, and what cannot be read.
+        """
+        data, (number,), columns, _, batches, carried = group
+        head, executor = self.heads.get(data), self._executor
+        # Was its method found for an earlier call, and is it still the same one? Is nothing else
+        # sent with it? May calls start, and does no earlier one hold it back?
+        if head is None or not head.is_simple or batches or carried or len(columns) != 1:
+            return False
+        if executor.refusal or executor.holds or self.slots.queues or number in self.calls:
+            return False
+        if (function := head.method()) is None:
+            return False
+        # Is it recorded, or is an interceptor told of it?
+        if timings.is_on or profiler_enabled():
+            return False
+        if (propagation.used or TRACER in modules) and is_needed():
+            return False
+        (column,), kind, session = columns, head.wire.only_kind, self._session
+        try:
+            if type(column) is bytes:
+                value: Any = from_bytes(kind, column, 1)[0]
+            elif kind == PLAIN and len(column) == 1:
+                value = column[0]
+            else:
+                return False
+            now = time.monotonic()
+            row: Arguments = (value,), {}
+            call = RpcCall(session, None, number, now, function, row, True, None, head.key)
+        except BaseException:  # the other way says what it is
+            return False
+        self.calls[number] = call
+        self.served += 1
+        executor.start_task(call)
+        return True
 
     def _start(
         self,
@@ -362,7 +404,10 @@ class KnownHead:
     other look-up is needed.
     """
 
-    __slots__ = ("_function", "_join", "_make", "_object", "_on_loop", "_target", "key", "wire")
+    __slots__ = (
+        *("_function", "_join", "_make", "_object", "_on_loop", "_target"),
+        *("is_simple", "key", "wire"),
+    )
 
     def __init__(self, data: bytes) -> None:
         self.wire = CallHead(data)
@@ -373,6 +418,15 @@ class KnownHead:
         self._on_loop = False
         self._join: Callable[..., Any] | None = None
         self._make: Callable[..., RpcCall] = RpcCall
+        self.is_simple = False  # an `async def` that takes one small argument
+
+    def method(self) -> MethodType | None:
+        """Return the method if object and function are those of the last call, else None."""
+        if (owner := self._object()) is not None:
+            function = getattr(owner, self._target.name, None)
+            if type(function) is MethodType and function.__func__ is self._function:
+                return function
+        return None
 
     def resolve(self, tensors: Iterator[Tensor], exports: ExportPolicy | None) -> Resolved:
         """Return the function of a group; take the tensors of its target.
@@ -380,14 +434,11 @@ class KnownHead:
         Raises an exception of any class if the object is gone, the call is not exported, or user
         code raises.
         """
-        owner = self._object()
-        if owner is not None:
-            function = getattr(owner, self._target.name, None)
-            if type(function) is MethodType and function.__func__ is self._function:
-                join = self._join
-                # Its own object's batches: it may be a method of another object.
-                joiner = None if join is None else partial(join, function.__self__)
-                return function, self._on_loop, joiner, self._make
+        if (function := self.method()) is not None:
+            join = self._join
+            # Its own object's batches: it may be a method of another object.
+            joiner = None if join is None else partial(join, function.__self__)
+            return function, self._on_loop, joiner, self._make
         return self._resolve_again(self.wire.tensors_of_target(tensors), exports)
 
     def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
@@ -395,7 +446,7 @@ class KnownHead:
         target: Any = decode(self._target, tensors, self.wire.target_outside)
         if isinstance(target, RemoteFailure):
             target.raise_()
-        self.key, self._object = order_key(target), _nothing
+        self.key, self._object, self.is_simple = order_key(target), _nothing, False
         owner = None if target.on is None else rrefs.find_object(target.on)
         found = _resolve_on(owner, target, exports, self.wire.stream)
         function: Any = found[0]
@@ -406,6 +457,8 @@ class KnownHead:
                 self._object = weakref.ref(owner)
             self._function, self._on_loop, self._make = function.__func__, on_loop, make
             self._join = joiner.func if isinstance(joiner, partial) else None
+            is_small = type(self.wire.only_kind) is tuple or self.wire.only_kind == PLAIN
+            self.is_simple = is_small and on_loop and joiner is None and make is RpcCall
         return found
 
 

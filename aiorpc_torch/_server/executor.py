@@ -86,7 +86,7 @@ class Executor:
             if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
                 continue
             if call.joiner is None:
-                self._start_task(call)
+                self.start_task(call)
             elif isinstance(call, CallInTurn):
                 self._wait_for_turn(call)
             else:
@@ -95,7 +95,8 @@ class Executor:
         if plain:
             self._start_in_threads(plain)
 
-    def _start_task(self, call: ServerCall) -> None:
+    def start_task(self, call: ServerCall) -> None:
+        """Start a call on the loop."""
         name = getattr(call.function, "__qualname__", None) or call.name
         coroutine, context = call.run(name), self._context.copy()
         if (self._deferring or self._scheduled) and self._must_defer():
@@ -119,7 +120,7 @@ class Executor:
         if _fail_if_expired(call):
             return
         if runs_on_loop:
-            self._start_task(call)
+            self.start_task(call)
         else:
             self._start_in_threads((call,))
 

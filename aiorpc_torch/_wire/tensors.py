@@ -114,7 +114,8 @@ def from_bytes(kind: Any, data: bytes, count: int) -> list[Tensor]:
     flat = [torch.frombuffer(buffer, dtype=dtype)] if count == 1 else _rows(buffer, dtype, count)
     if strides:
         return [row.as_strided(shape, strides) for row in flat]
-    return flat if len(shape) == 1 else [row.view(shape) for row in flat]
+    # By its keyword: else torch first takes the shape for a dtype, and makes an exception.
+    return flat if len(shape) == 1 else [row.view(size=shape) for row in flat]
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
