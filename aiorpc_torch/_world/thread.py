@@ -325,22 +325,27 @@ class _Running(Generic[W]):
         self._thread.start()
 
     def entered(self) -> WorkerThread[W]:
-        """Wait until the world is entered. Ctrl-C cancels that."""
-        try:
-            return self._entered.result()
-        except BaseException:
-            self._cancel()
-            self._join()
-            raise
+        """Wait until the world is entered."""
+        return self._wait(self._entered.result)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the world, in order or as one whose own block has raised; wait for its end."""
         self._error = error
-        try:
+
+        def end() -> None:
             call_soon(self._task.result().get_loop(), self._left.set)
             self._join()
-        except BaseException:  # Ctrl-C
-            self._cancel()
+
+        self._wait(end)
+
+    def _wait(self, step: Callable[[], T]) -> T:
+        """Return `step()`; what interrupts it, as Ctrl-C does, cancels the world."""
+        try:
+            return step()
+        except BaseException:
+            with contextlib.suppress(Exception):  # no loop could be made
+                task = self._task.result()
+                call_soon(task.get_loop(), task.cancel)
             self._join()
             raise
 
@@ -348,11 +353,6 @@ class _Running(Generic[W]):
         # In CPython before 3.13 an interrupted `join` takes the thread for stopped.
         self._is_over.wait()
         self._thread.join()
-
-    def _cancel(self) -> None:
-        with contextlib.suppress(Exception):  # no loop could be made
-            task = self._task.result()
-            call_soon(task.get_loop(), task.cancel)
 
     # ── in the thread ───────────────────────────────────────────────────────────────────────────
 
