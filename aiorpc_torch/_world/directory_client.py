@@ -136,8 +136,8 @@ class DirectoryClient:
     async def register(self) -> wire.Registered | wire.Entering:
         """Register this worker; return all workers once they are there.
 
-        Raises ValueError if two workers have one rank or one name, or the workers disagree, and if
-        another program listens at the address of rank 0. WorldTimeout names missing ranks.
+        Raises ValueError if two workers have one rank or one name, or the workers disagree. So it
+        does if another program listens at the address of rank 0. WorldTimeout names missing ranks.
         """
         while True:
             self._stream = await self._connect()
