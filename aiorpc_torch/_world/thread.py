@@ -37,9 +37,9 @@ class WorkerThread(Generic[W]):
         worker: what the world yields to `async with`.
     """
 
-    def __init__(self, worker: W, waits: "_Waits") -> None:
+    def __init__(self, worker: W, thread: "_WorldThread[Any]") -> None:
         self.worker = worker
-        self._waits = waits
+        self._thread = thread
 
     def __repr__(self) -> str:
         return f"<in a thread: {self.worker!r}>"
@@ -81,14 +81,14 @@ class WorkerThread(Generic[W]):
         """
         if not callable(what) and (args or not inspect.isawaitable(what)):
             raise TypeError(f"run() takes an awaitable, or a function and its arguments: {what!r}")
-        if asyncio.isfuture(what) and what.get_loop() is not self._waits.loop:
+        if asyncio.isfuture(what) and what.get_loop() is not self._thread.loop:
             raise RuntimeError(
                 "run() got a future of another event loop: make the calls in an `async def "
                 "main()`, which may `gather` them, and write `run(main)`"
             )
         running = _awaited(what, args)
         try:
-            return self._waits.run(running)
+            return self._thread.run(running)
         finally:
             if inspect.getcoroutinestate(running) == inspect.CORO_CREATED:
                 for each in (running, what):  # they would warn that they were never awaited
@@ -111,10 +111,10 @@ class WorkerThread(Generic[W]):
         """
         if not isinstance(stream, AsyncIterable):
             raise TypeError(f"iterate() takes what `async for` takes, got {stream!r}")
-        return _items(stream, self._waits)
+        return _items(stream, self._thread)
 
 
-def _items(stream: AsyncIterable[T], waits: "_Waits") -> Iterator[T]:
+def _items(stream: AsyncIterable[T], thread: "_WorldThread[Any]") -> Iterator[T]:
     """Yield the items of a stream, which one task runs, step by step.
 
     So what an asynchronous generator enters, it leaves in the same task and context.
@@ -129,7 +129,7 @@ def _items(stream: AsyncIterable[T], waits: "_Waits") -> Iterator[T]:
             while (step := await asked.get()) is not None:
                 if iterator is None:
                     iterator = aiter(stream)  # a remote stream is sent now
-                await waits.complete(step[0], _next_items(iterator, step[1]))
+                await thread.complete(step[0], _next_items(iterator, step[1]))
                 if step[0].exception() is not None or step[0].result()[1]:
                     return
         finally:
@@ -139,22 +139,24 @@ def _items(stream: AsyncIterable[T], waits: "_Waits") -> Iterator[T]:
 
     def ask(future: "concurrent.futures.Future[Step]", seconds: float | None) -> None:
         nonlocal task
-        if not waits.refuses(future):
+        if not thread.refuses(future):
             if task is None:  # the context is that of the reading thread
-                task = waits.loop.create_task(run(), name="aiorpc-iterate")
+                task = thread.loop.create_task(run(), name="aiorpc-iterate")
             asked.put_nowait((future, seconds))
 
     try:
         is_over = False
         while not is_over:
-            future: concurrent.futures.Future[Step] = waits.future()
-            call_soon(waits.loop, ask, future, seconds_left())
-            items, is_over, failure = waits.wait(future, lambda: task is not None and task.cancel())
+            future: concurrent.futures.Future[Step] = thread.future()
+            call_soon(thread.loop, ask, future, seconds_left())
+            items, is_over, failure = thread.wait(
+                future, lambda: task is not None and task.cancel()
+            )
             yield from items
             if failure is not None:
                 raise failure
     finally:  # not awaited: the collector of garbage may do this in any thread
-        call_soon(waits.loop, asked.put_nowait, None)
+        call_soon(thread.loop, asked.put_nowait, None)
 
 
 async def _next_items(iterator: Any, seconds: float | None) -> Step:
@@ -177,90 +179,6 @@ async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
     with timeout(seconds_left()):
         found = what(*args) if callable(what) else what
         return await found if inspect.isawaitable(found) else found
-
-
-class _Waits:
-    """Waits of other threads for the loop of a world. They end when the world has ended."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.failure: BaseException | None = None  # that has ended the world
-        self.is_ending = False  # the world has ended: what still runs is cancelled next
-        self._lock = threading.Lock()
-        self._futures: set[concurrent.futures.Future[Any]] | None = set()  # None: the loop is over
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in a task of the loop, and return its result. In another thread."""
-        future: concurrent.futures.Future[T] = self.future()
-        tasks: list[asyncio.Task[None]] = []
-
-        def start() -> None:
-            if not self.refuses(future):
-                running = self.complete(future, coroutine)
-                tasks.append(self.loop.create_task(running, name="aiorpc-run"))
-
-        call_soon(self.loop, start)
-        return self.wait(future, lambda: [task.cancel() for task in tasks])
-
-    def future(self) -> "concurrent.futures.Future[Any]":
-        """Return a future that the loop's thread completes, at the latest when the loop is over."""
-        check_not_forked()
-        if asyncio._get_running_loop() is self.loop:
-            raise RuntimeError(
-                "run() and iterate() would block their own event loop: use `await` there"
-            )
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        with self._lock:
-            if self._futures is None:
-                raise self._left() from self.failure
-            self._futures.add(future)
-        return future
-
-    def wait(self, future: "concurrent.futures.Future[T]", cancel: Callable[[], object]) -> T:
-        """Wait for a future; if something else ends the wait (Ctrl-C), cancel what runs for it."""
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                call_soon(self.loop, cancel)
-            raise
-        finally:
-            with self._lock:
-                if self._futures is not None:
-                    self._futures.discard(future)
-
-    # ── in the thread of the loop ───────────────────────────────────────────────────────────────
-
-    def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
-        """Fail a future, and return True, if the world has ended: nothing starts any more."""
-        if self.is_ending:
-            future.set_exception(self._left())
-        return self.is_ending
-
-    async def complete(
-        self, future: "concurrent.futures.Future[Any]", coroutine: Coroutine[Any, Any, Any]
-    ) -> None:
-        """Complete a future with what a coroutine returns or raises, whatever it raises."""
-        try:
-            result = await coroutine
-        except BaseException as exc:
-            is_end = self.is_ending and isinstance(exc, asyncio.CancelledError)
-            exc.__traceback__ = behind_own_frames(exc.__traceback__)
-            future.set_exception(self._left() if is_end else exc)
-        else:
-            future.set_result(result)
-
-    def close(self, failure: BaseException | None) -> None:
-        """Fail what still waits: the loop is over."""
-        self.failure = failure
-        with self._lock:
-            futures, self._futures = self._futures or (), None
-        for each in futures:
-            if not each.done():
-                each.set_exception(self._left())
-
-    def _left(self) -> NotInWorld:
-        return NotInWorld("the block of in_thread() was left")
 
 
 @thread_manager
@@ -291,42 +209,47 @@ def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]
             "in_thread() takes a world that is not entered, as in `with in_thread(local_world()) "
             f"as me:`, got {world!r}"
         )
-    running = _Running(world)
-    me = running.entered()
+    running = _WorldThread(world)
+    worker = running.entered()
     try:
         with forks_exit_here():
-            yield me
+            yield WorkerThread(worker, running)
     except BaseException as exc:
         trace = exc.__traceback__
         running.leave(exc)
         exc.__traceback__ = trace  # without what the thread has added
         raise
     running.leave()
-    if me._waits.failure is not None:
-        raise me._waits.failure
+    if running.failure is not None:
+        raise running.failure
 
 
-class _Running(Generic[W]):
-    """A world in a thread, from its entry to its end.
+class _WorldThread(Generic[W]):
+    """A world in a thread, from its entry to its end, and the waits of other threads for its loop.
 
     Not anyio's portal, which opens a scope: from the first scope of a process on, each call has to
     ask for deadlines (`_aio.deadlines`).
     """
 
+    loop: asyncio.AbstractEventLoop  # once it runs
+
     def __init__(self, world: AbstractAsyncContextManager[W]) -> None:
         self._world = world
         self._left = asyncio.Event()  # set on the thread's loop
         self._error: BaseException | None = None  # of the block
-        self._waits: _Waits | None = None
+        self.failure: BaseException | None = None  # that has ended the world
+        self._is_ending = False  # the world has ended: what still runs is cancelled next
+        self._lock = threading.Lock()
+        self._futures: set[concurrent.futures.Future[Any]] | None = set()  # None: the loop is over
         self._task: concurrent.futures.Future[asyncio.Task[None]] = concurrent.futures.Future()
-        self._entered: concurrent.futures.Future[WorkerThread[W]] = concurrent.futures.Future()
+        self._entered: concurrent.futures.Future[W] = concurrent.futures.Future()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aiorpc-world", daemon=True)
         self._thread.start()
 
-    def entered(self) -> WorkerThread[W]:
-        """Wait until the world is entered."""
-        return self._wait(self._entered.result)
+    def entered(self) -> W:
+        """Wait until the world is entered; return its worker."""
+        return self._join_if_interrupted(self._entered.result)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the world, in order or as one whose own block has raised; wait for its end."""
@@ -336,9 +259,9 @@ class _Running(Generic[W]):
             call_soon(self._task.result().get_loop(), self._left.set)
             self._join()
 
-        self._wait(end)
+        self._join_if_interrupted(end)
 
-    def _wait(self, step: Callable[[], T]) -> T:
+    def _join_if_interrupted(self, step: Callable[[], T]) -> T:
         """Return `step()`; what interrupts it, as Ctrl-C does, cancels the world."""
         try:
             return step()
@@ -354,35 +277,98 @@ class _Running(Generic[W]):
         self._is_over.wait()
         self._thread.join()
 
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in a task of the loop, and return its result. In another thread."""
+        future: concurrent.futures.Future[T] = self.future()
+        tasks: list[asyncio.Task[None]] = []
+
+        def start() -> None:
+            if not self.refuses(future):
+                running = self.complete(future, coroutine)
+                tasks.append(self.loop.create_task(running, name="aiorpc-run"))
+
+        call_soon(self.loop, start)
+        return self.wait(future, lambda: [task.cancel() for task in tasks])
+
+    def future(self) -> "concurrent.futures.Future[Any]":
+        """Return a future that the loop's thread completes, at the latest when the loop is over."""
+        check_not_forked()
+        if asyncio._get_running_loop() is self.loop:
+            raise RuntimeError(
+                "run() and iterate() would block their own event loop: use `await` there"
+            )
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._futures is None:
+                raise self._gone() from self.failure
+            self._futures.add(future)
+        return future
+
+    def wait(self, future: "concurrent.futures.Future[T]", cancel: Callable[[], object]) -> T:
+        """Wait for a future; if something else ends the wait (Ctrl-C), cancel what runs for it."""
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                call_soon(self.loop, cancel)
+            raise
+        finally:
+            with self._lock:
+                if self._futures is not None:
+                    self._futures.discard(future)
+
     # ── in the thread ───────────────────────────────────────────────────────────────────────────
 
+    def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
+        """Fail a future, and return True, if the world has ended: nothing starts any more."""
+        if self._is_ending:
+            future.set_exception(self._gone())
+        return self._is_ending
+
+    async def complete(
+        self, future: "concurrent.futures.Future[Any]", coroutine: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Complete a future with what a coroutine returns or raises, whatever it raises."""
+        try:
+            result = await coroutine
+        except BaseException as exc:
+            is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
+            exc.__traceback__ = behind_own_frames(exc.__traceback__)
+            future.set_exception(self._gone() if is_end else exc)
+        else:
+            future.set_result(result)
+
+    def _gone(self) -> NotInWorld:
+        return NotInWorld("the block of in_thread() was left")
+
     def _run(self) -> None:
-        failure: BaseException | None = None
         serving = self._serve()
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(serving)
         except BaseException as exc:
-            failure = exc
+            self.failure = exc
         serving.close()  # if there is no loop
-        if self._waits is not None:
-            self._waits.close(failure)
-        if failure is not None:
-            for each in (self._task, self._entered):
-                if not each.done():
-                    each.set_exception(failure)
+        with self._lock:
+            futures, self._futures = self._futures or (), None
+        for each in futures:
+            if not each.done():
+                each.set_exception(self._gone())
+        for start in (self._task, self._entered):
+            if self.failure is not None and not start.done():
+                start.set_exception(self.failure)
         self._is_over.set()
 
     async def _serve(self) -> None:
         task = asyncio.current_task()
         assert task is not None
+        self.loop = asyncio.get_running_loop()
         self._task.set_result(task)
-        self._waits = _Waits(asyncio.get_running_loop())
         try:
             async with self._world as worker:
-                self._entered.set_result(WorkerThread(worker, self._waits))
+                self._entered.set_result(worker)
                 await self._left.wait()
                 if self._error is not None:
                     raise self._error
         finally:
-            self._waits.is_ending = True
+            self._is_ending = True
