@@ -270,9 +270,11 @@ class Supervisor:
         await asyncio.wait((child.ended,))
         return True
 
-    def _abandon(self, name: str, text: str) -> None:
+    def _abandon(self, name: str, text: str, cause: BaseException | None = None) -> None:
         if self._membership is not None:
-            self._membership.abandon(name, WorkerLost(name, text))
+            error = WorkerLost(name, text)
+            error.__cause__ = cause
+            self._membership.abandon(name, error)
 
     def _release(self, child: ChildProcess) -> None:
         """Free what belongs to a child if it has ended; otherwise the end of the world does."""
@@ -404,11 +406,7 @@ class Supervisor:
     def _report(self, name: str, failure: BaseException) -> None:
         """Report a failure after which a child is not restarted."""
         self.failures.append(failure)
-        if self._membership is not None:
-            reason = f"{_reason(name, failure)}; {self._not_restarted(name)}"
-            error = WorkerLost(name, reason)
-            error.__cause__ = failure
-            self._membership.abandon(name, error)
+        self._abandon(name, f"{_reason(name, failure)}; {self._not_restarted(name)}", failure)
         if self._interrupt is None or self._is_stopping:
             return
         if self._on_failure == "stop" or self._membership is None:  # the world stays incomplete
