@@ -67,7 +67,7 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
     error = _imported(preload)
-    with contextlib.suppress(ConnectionError):  # the program has ended, which `run` finds out
+    with contextlib.suppress(ConnectionError):  # the program has ended, which `_serve` finds out
         control.send(pickle.dumps(error))
     if error is not None:
         os._exit(1)
