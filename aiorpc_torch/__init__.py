@@ -19,41 +19,8 @@ Modules: `aiorpc_torch.autograd`, `aiorpc_torch.observe`, `aiorpc_torch.training
 Names with a leading underscore are private.
 """
 
-# The packages. Imports go down this list only. `_batching`, `_client` and `_server` do not import
-# each other, nor do `_node` and `autograd`, nor the six from `_carrier` to `_turns`. The path of a
-# call through them is in docs/design.md.
-#
-#     __main__     the command line
-#     _doctor      checks of this machine: python -m aiorpc_torch doctor
-#     _top         the viewer of running workers: probes, model, terminal
-#     observe      counters, traces and metrics
-#     training     versioned weights, staleness and replay, on the public names alone
-#     testing      worlds, gates and leak checks for the tests of users
-#     types        the types of what the library returns
-#     _children    local worlds: child processes, their start, their output, their supervisor
-#     _world       the life of a worker: its start, its connection to the directory, its shutdown
-#     _inspection  counters, calls in flight, stacks, the snapshots that top shows
-#     _node        the node of a worker: configuration, membership, departures, named objects of all
-#     autograd     contexts and optimizers of distributed autograd
-#     _batching    @batched: policies, scheduler, queue, collation, results
-#     _client      calls out: connection pool, connections, pending calls, streams in
-#     _server      calls in: sessions, dispatch, executor, streams out
-#     _endpoint    the current node, entry points for torch RPC, named objects of this worker
-#     _channel     the driver of one connection, for both ends
-#     _carrier     large tensors: in shared memory, or on sockets of their own
-#     _context     context variables and autograd records that travel with calls, interceptors
-#     _directory   rank 0's list of living members: state machine, server, the place to find it
-#     _handles     what remote returns, and errors that explain a mistaken use
-#     _peers       what a worker knows of the others: records, states, the log of changes
-#     _turns       turns on objects with a limit
-#     _wire        what travels: frames, codec, state machines of both ends, handshake
-#     _torch       the adapter to torch.distributed.rpc and to private interfaces
-#     _port        one TCP port of a worker, TLS on it, the network interface
-#     _aio         primitives of asyncio and threads, without torch
-#     _names       which module the public names are shown as
-#     _gauges      objects whose numbers are metrics
-#     errors       exceptions that callers catch
-#     _text        text of other processes, for terminals and logs
+# docs/design.md lists the packages, and the path of a call through them. `lint-imports` checks
+# which may import which (pyproject.toml).
 
 from typing import TYPE_CHECKING
 

@@ -140,18 +140,15 @@ def way_to_rank_0(master: str | None) -> Finding:
         return Finding(topic, f"{host} has no address ({exc})", "use an IP address, or mend DNS")
     own = {address for each in network.addresses().values() for address in each}
     where = "this machine" if own & addresses else "another machine"
-    return _try_to_connect(f"{master} ({where})", host, int(port))
-
-
-def _try_to_connect(name: str, host: str, port: int) -> Finding:
+    name = f"{master} ({where})"
     try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT).close()
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
     except ConnectionRefusedError:
-        return Finding("rank 0", f"{name} can be reached; nothing listens there yet")
+        return Finding(topic, f"{name} can be reached; nothing listens there yet")
     except OSError as exc:
         remedy = "check the address, the route (interface=) and the firewall between the machines"
-        return Finding("rank 0", f"no way to {name}: {exc}", remedy)
-    return Finding("rank 0", f"{name} can be reached, and a process listens there")
+        return Finding(topic, f"no way to {name}: {exc}", remedy)
+    return Finding(topic, f"{name} can be reached, and a process listens there")
 
 
 def ports() -> Finding:
@@ -215,16 +212,12 @@ async def try_transport(name: str) -> None:
     small, large = torch.zeros(1), torch.zeros(1 << 22)
     async with local_world(1, transports=[name]):
         await call(1, echo, large)  # opens the connections
-        times = [await _seconds_of_call(tensor) for tensor in (small, large)]
-    print(
-        f"a call takes {times[0] * 1e3:.2f} ms, one with 16 MB there and back {times[1] * 1e3:.0f}"
-    )
-
-
-async def _seconds_of_call(tensor: Tensor) -> float:
-    start = time.perf_counter()
-    await call(1, echo, tensor)
-    return time.perf_counter() - start
+        times = []
+        for tensor in (small, large):
+            start = time.perf_counter()
+            await call(1, echo, tensor)
+            times.append((time.perf_counter() - start) * 1e3)
+    print(f"a call takes {times[0]:.2f} ms, one with 16 MB there and back {times[1]:.0f}")
 
 
 async def echo(tensor: Tensor) -> Tensor:

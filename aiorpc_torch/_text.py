@@ -18,13 +18,12 @@ def printable(text: str, limit: int = LONGEST) -> str:
     """
     if len(text) <= limit and text.isprintable():
         return text
-    shown = "".join(each if each.isprintable() else _escaped(each) for each in text[:limit])
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
+        for each in text[:limit]
+    )
     is_whole = len(text) <= limit and len(shown) <= limit
     return shown if is_whole else f"{shown[: limit - 1]}…"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def printable_parts(value: Any) -> Any:

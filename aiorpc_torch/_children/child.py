@@ -33,7 +33,13 @@ from .._wire.exceptions import RemoteFailure
 from .._world.worker import run_worker
 from ..errors import WorkerLost
 from .child_logs import ChildOutput, Outputs, use_outputs
-from .forkserver import UNKNOWN_CODE, ForkedProcess
+from .forkserver import (
+    STOP_SIGNALS,
+    UNKNOWN_CODE,
+    ForkedProcess,
+    ProcessFactory,
+    stop_signals_blocked,
+)
 from .forkserver_main import STARTS_CHILDREN
 from .process_table import (
     is_exiting,
@@ -42,7 +48,6 @@ from .process_table import (
     kill_tree,
     mark_this_process,
 )
-from .processes import STOP_SIGNALS, ProcessFactory, stop_signals_blocked
 
 Main = Callable[..., Awaitable[Any]]
 
@@ -62,29 +67,6 @@ EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
 FAILED_TIMEOUT = 2.0  # seconds for the end of a child that has told its failure
 
 
-def describe_exit(
-    code: int | None, *, has_entered: bool = False, has_watchdog: bool = False
-) -> str:
-    """Return the text for the exit code of a process; None: it has closed its pipe and runs.
-
-    A process that has entered its world had imported the program: its code is the program's own.
-    """
-    if code is None:
-        return "its process has closed the pipe to its parent"
-    if code == STARTS_CHILDREN and not has_entered:
-        return (
-            "it imports this program, which starts a world then: put that behind "
-            '`if __name__ == "__main__":`'
-        )
-    if code >= 0:
-        why = ", as its watchdog ends it" if code == 1 and has_watchdog and has_entered else ""
-        return f"its process ended with exit code {code}{why}"
-    try:
-        return f"its process was killed by {signal.Signals(-code).name}"
-    except ValueError:  # of a real-time signal
-        return f"its process was killed by signal {-code}"
-
-
 class ChildProcess:
     """A process that runs `main(me, *args)` as the worker of `config`, or only serves."""
 
@@ -98,9 +80,11 @@ class ChildProcess:
         on_sigterm: Callable[["ChildProcess"], object] = lambda _: None,
     ) -> None:
         self.name = config.name
-        self._has_watchdog = config.watchdog is not None
+        self.config = config
         self.entered_at: float | None = None
         """When it has entered its world (`time.monotonic()`)."""
+        self.is_leaving = False  # alone: it was told to, or is not supervised
+        self.is_replaced = False  # killed, so that another one starts in its place
         self._has_left = False
         self._output = output
         self._on_sigterm = on_sigterm
@@ -116,12 +100,7 @@ class ChildProcess:
         self._process = make_process(child_main, args, config.name)
 
     async def start(self) -> None:
-        """Start the process, in a thread: the server that forks it may be frozen.
-
-        Raises:
-            OSError: if there are too many processes or open files.
-            ServerDied: if the server does not answer.
-        """
+        """Start the process, in a thread: the server that forks it may be frozen (`ServerDied`)."""
         starting = asyncio.create_task(run_in_thread(self._start, "aiorpc-start"))
         try:
             await run_to_end(starting)
@@ -148,6 +127,10 @@ class ChildProcess:
     def has_started(self) -> bool:
         """Return whether the process was started."""
         return self._process.pid is not None
+
+    def is_entering(self) -> bool:
+        """Return whether it is on its way into the world."""
+        return not (self.is_leaving or self.ended.done() or self.entered_at is not None)
 
     def lived(self) -> float:
         """Return the seconds since it has entered its world, 0 if it has not."""
@@ -185,21 +168,18 @@ class ChildProcess:
         else:
             if (pid := self._process.pid) and not isinstance(self._process, ForkedProcess):
                 kill_left_by(pid)  # else its server has done so
-            self.ended.set_result(self._failure or self._exit_failure(code))
+            failure = self._failure
+            # Without its message, code of a library has ended the process.
+            if failure is None and not (self._has_left and code in (0, UNKNOWN_CODE)):
+                failure = WorkerLost(self.name, self._reason_of(code))
+                if self._output is not None and (note := self._output.note()):
+                    failure.add_note(note)
+            self.ended.set_result(failure)
 
     def stop_watching(self) -> None:
         """Ignore what becomes of the process from now on."""
         self._is_watched = False
         self.ended.get_loop().remove_reader(self._pipe.fileno())
-
-    def _exit_failure(self, code: int | None) -> BaseException | None:
-        # Without its message, code of a library has ended the process.
-        if self._has_left and code in (0, UNKNOWN_CODE):
-            return None
-        lost = WorkerLost(self.name, self._reason_of(code))
-        if self._output is not None and (note := self._output.note()):
-            lost.add_note(note)
-        return lost
 
     def is_exiting(self) -> bool:
         """Return whether the process has ended or ends now. In any thread."""
@@ -219,10 +199,26 @@ class ChildProcess:
         return "" if code is None else self._reason_of(code)
 
     def _reason_of(self, code: int | None) -> str:
+        """Return the text for an exit code; None: the process has closed its pipe, and runs."""
+        if self._reason:
+            return self._reason
+        if code is None:
+            return "its process has closed the pipe to its parent"
+        # A process that has entered its world had imported the program: its code is the program's.
         has_entered = self.entered_at is not None
-        return self._reason or describe_exit(
-            code, has_entered=has_entered, has_watchdog=self._has_watchdog
-        )
+        if code == STARTS_CHILDREN and not has_entered:
+            return (
+                "it imports this program, which starts a world then: put that behind "
+                '`if __name__ == "__main__":`'
+            )
+        if code >= 0:
+            by_watchdog = code == 1 and self.config.watchdog is not None and has_entered
+            why = ", as its watchdog ends it" if by_watchdog else ""
+            return f"its process ended with exit code {code}{why}"
+        try:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        except ValueError:  # of a real-time signal
+            return f"its process was killed by signal {-code}"
 
     def _exit_code(self) -> int | None:
         with contextlib.suppress(ValueError):  # it is closed
@@ -303,9 +299,9 @@ def child_main(
 ) -> NoReturn:
     """Run in the child from its start to its end."""
     use_outputs(outputs)
-    _show_each_line()
     mark_this_process()
-    _show_name(config.name)
+    with contextlib.suppress(OSError):  # 15 bytes for `ps -o comm`, `top`, `htop`
+        Path("/proc/self/comm").write_text(config.name)
     close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
     _leave_signals_to_parent(pipe)
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
@@ -328,18 +324,6 @@ def child_main(
         kill_descendants(os.getpid())
         code = 0 if is_told else 1
     end_process(code)
-
-
-def _show_each_line() -> None:
-    """Show each printed line at its end: Python would keep those for a pipe, as a notebook's is."""
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # None, closed, or another one
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _show_name(name: str) -> None:
-    """Let `ps -o comm`, `top` and `htop` show a worker's name, its first 15 bytes. On Linux."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
 
 
 def _leave_signals_to_parent(pipe: Connection) -> None:

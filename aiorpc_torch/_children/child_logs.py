@@ -99,7 +99,7 @@ class _Source:
         self._lock = threading.Lock()
         self._read: deque[bytes] = deque()  # complete lines that are not printed
         self._fed_at = 0.0
-        self._is_rest_due = False
+        self.awaits_end = False  # there may be a line without an end, at a terminal
         os.set_blocking(self.reader.fileno(), False)
         close_on_fork(self.reader)
         close_on_fork(self.writer)
@@ -108,22 +108,19 @@ class _Source:
         """Read what has come."""
         with self._lock:
             for _ in range(MOST_READS):
-                if self.has_ended or (data := self._receive()) is None:
+                if self.has_ended:
                     return
+                try:
+                    data = os.read(self.reader.fileno(), 1 << 16)
+                except BlockingIOError:
+                    return
+                except OSError:
+                    data = b""
                 self._take(self._lines.feed(data))
-                self._fed_at, self._is_rest_due = time.monotonic(), os.isatty(self.stream)
+                self._fed_at, self.awaits_end = time.monotonic(), os.isatty(self.stream)
                 if not data:
                     self.has_ended = True
                     self._take([rest] if (rest := self._lines.take_rest()) else [])
-
-    def _receive(self) -> bytes | None:
-        """Return what has come, b"" at the end, None if there is nothing."""
-        try:
-            return os.read(self.reader.fileno(), 1 << 16)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
 
     def _take(self, lines: list[bytes]) -> None:
         self._read.extend(lines)
@@ -135,15 +132,10 @@ class _Source:
             lines, rest = [*self._read], b""
             self._read.clear()
             waited = time.monotonic() - self._fed_at
-            if self._is_rest_due and waited >= PROMPT_DELAY:
-                rest, self._is_rest_due = self._lines.take_rest(), False
+            if self.awaits_end and waited >= PROMPT_DELAY:
+                rest, self.awaits_end = self._lines.take_rest(), False
         if lines or rest:
             printer.print(self.name, self.stream, lines, rest)
-
-    @property
-    def awaits_end(self) -> bool:
-        """Return whether there may be a line without an end, at a terminal."""
-        return self._is_rest_due
 
     def close_writer(self) -> None:
         """Close the child's end in this process."""
@@ -221,22 +213,18 @@ class LogReader:
     def _run(self) -> None:
         with contextlib.closing(self._woken), contextlib.closing(self._wake):
             while not self._is_closing:
-                self._wait()
+                every = [each for each in [*self._sources] if not each.has_ended]
+                poller = select.poll()
+                for descriptor in (self._woken, *(each.reader for each in every)):
+                    poller.register(descriptor, select.POLLIN)
+                awaits = any(each.awaits_end for each in every)
+                poller.poll(PROMPT_DELAY * 1000 if awaits else None)
+                while self._woken.poll():
+                    self._woken.recv_bytes()
                 self._print()
             self._print()
             for each in self._sources:
                 each.close()
-
-    def _wait(self) -> None:
-        """Wait until there is something to read."""
-        reading = {each.reader.fileno(): each for each in [*self._sources] if not each.has_ended}
-        poller = select.poll()
-        for descriptor in (self._woken.fileno(), *reading):
-            poller.register(descriptor, select.POLLIN)
-        awaits = any(each.awaits_end for each in reading.values())
-        poller.poll(PROMPT_DELAY * 1000 if awaits else None)
-        while self._woken.poll():
-            self._woken.recv_bytes()
 
     def _print(self) -> None:
         for each in [*self._sources]:
@@ -257,14 +245,17 @@ def _is_same_file(one: int, other: int) -> bool:
 
 
 def use_outputs(outputs: Outputs) -> None:
-    """Let this process, a child, write to its pipes, each line at once."""
-    if not outputs:
-        return
+    """Let this process, a child, write to its pipes if it has some, and each line at its end.
+
+    Python would keep the lines for a pipe, as also a notebook's stdout is.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        # None, closed, or another one
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.dup2(outputs[0].fileno(), STDOUT)
-    os.dup2(outputs[-1].fileno(), STDERR)
+    if outputs:
+        os.dup2(outputs[0].fileno(), STDOUT)
+        os.dup2(outputs[-1].fileno(), STDERR)
     for each in outputs:
         each.close()

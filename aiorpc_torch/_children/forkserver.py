@@ -1,7 +1,7 @@
-"""A process that forks the children of local worlds: its start, requests to it, its end.
+"""The processes of children: forked from a server, or with new interpreters.
 
-It has imported torch, this library and the modules of `preload`, and has started no thread. So a
-child is as fresh as one with a new interpreter, and starts in a hundredth of the time.
+The server has imported torch, this library and the modules of `preload`, and has started no thread.
+So a child is as fresh as one with a new interpreter, and starts in a hundredth of the time.
 (tests/integration/test_forkserver.py; docs/worlds.md lists the differences)
 
 Not `multiprocessing`'s fork server, which is one for the whole process. The program may use that
@@ -12,7 +12,7 @@ it started, and it has a socket that has to be removed. This one is reached over
 import asyncio
 import contextlib
 import math
-import multiprocessing.process
+import multiprocessing
 import os
 import pickle
 import resource
@@ -22,20 +22,19 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import context, popen_fork, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .._aio.fork import close_on_fork
-from .forkserver_main import (
-    MOST_DESCRIPTORS,
-    NUMBER,
-    STREAMS,
-    InheritedDescriptor,
-    main,
-)
+from .._aio.waiting import announced
+from .._node.config import is_list_of_names
+from ..errors import WorldTimeout
+from .forkserver_main import MOST_DESCRIPTORS, NUMBER, STREAMS, InheritedDescriptor, main
 from .process_table import exit_code_of_zombie, is_alive
 
 # Beginnings of variables that torch and the libraries below it read while they are loaded. Children
@@ -69,27 +68,20 @@ class ForkServer:
         self.preload = tuple(preload)
         self.inherits = inherited_state()
         self._is_ready = self._has_failed = False
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.setblocking(False)
         with theirs:
             self.pid = _start(theirs.fileno(), path, self.preload)
-        close_on_fork(self._socket)
-        weakref.finalize(self, _end, self._socket, self.pid, os.getpid())
+        close_on_fork(self.socket)
+        weakref.finalize(self, _end, self.socket, self.pid, os.getpid())
 
     async def ready(self, timeout: float) -> None:
-        """Wait until the modules are imported, for at most `timeout` seconds.
-
-        Raises:
-            TimeoutError: if they are not.
-            ImportError: if a module of `preload` cannot be imported.
-            RuntimeError: if one started a thread or CUDA.
-            ServerDied: if the process died.
-        """
+        """Wait until the modules are imported. Raises why they are not (`forkserver_main`)."""
         if self._is_ready:
             return
         self._has_failed = True  # unless it is ready in time
         async with asyncio.timeout(timeout):
-            report = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 17)
+            report = await asyncio.get_running_loop().sock_recv(self.socket, 1 << 17)
         error: BaseException | None = pickle.loads(report) if report else _died()
         if error is not None:
             raise error
@@ -106,7 +98,7 @@ class ForkServer:
         if self._has_failed:
             return False
         poller = select.poll()
-        poller.register(self._socket, 0)
+        poller.register(self.socket, 0)
         return not poller.poll(0)  # no POLLHUP
 
     def serves(self, preload: Sequence[str]) -> bool:
@@ -122,17 +114,6 @@ class ForkServer:
         process = ForkedProcess(target=target, args=args, name=name)
         process.server = self
         return process
-
-    def fork(self, descriptors: Sequence[int], more: int) -> None:
-        """Request a child that gets these descriptors, and `more` on the second of them.
-
-        Raises:
-            ServerDied: if the process has ended.
-        """
-        try:
-            socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
-        except ConnectionError:
-            raise _died() from None
 
 
 _current: ForkServer | None = None
@@ -222,7 +203,7 @@ def _is_stream(descriptor: int) -> bool:
 # ── children ────────────────────────────────────────────────────────────────────────────────────
 
 
-class ForkedProcess(multiprocessing.process.BaseProcess):
+class ForkedProcess(BaseProcess):
     """A process as `multiprocessing`'s, forked by a `ForkServer`."""
 
     server: ForkServer
@@ -258,7 +239,10 @@ class _Launched(popen_fork.Popen):
                 some = self._inherited[start : start + MOST_DESCRIPTORS]
                 socket.send_fds(self._status, [b"."], some)
             shared = [data.fileno(), theirs.fileno(), *streams, tracker]
-            self._server.fork(shared, len(self._inherited))
+            try:  # a request for a child that gets these, and the others on the second of them
+                socket.send_fds(self._server.socket, [NUMBER.pack(len(self._inherited))], shared)
+            except ConnectionError:
+                raise _died() from None
         self.sentinel = self._status.fileno()
         self.pid = self._receive_pid()
 
@@ -305,17 +289,16 @@ class _Launched(popen_fork.Popen):
             if self.returncode is None and self._is_reported and wait([self._status], 0):
                 self.returncode = self._receive()
                 self._is_reported = self.returncode is not None
-            if self.returncode is None:
-                self.returncode = self._unreported_code()
+            if self.returncode is not None:
+                return self.returncode
+            # Its server may have died, or be frozen.
+            if (code := exit_code_of_zombie(self.pid)) is not None:
+                now = time.monotonic()
+                self._ended_at = self._ended_at or now
+                self.returncode = code if now > self._ended_at + REPORT_TIMEOUT else None
+            elif not (self._is_reported or is_alive(self.pid)):
+                self.returncode = UNKNOWN_CODE
             return self.returncode
-
-    def _unreported_code(self) -> int | None:
-        """Return the exit code of a process whose server has died, or is frozen."""
-        if (code := exit_code_of_zombie(self.pid)) is not None:
-            now = time.monotonic()
-            self._ended_at = self._ended_at or now
-            return code if now > self._ended_at + REPORT_TIMEOUT else None
-        return None if self._is_reported or is_alive(self.pid) else UNKNOWN_CODE
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the exit code, for at most `timeout` seconds; return it, None if none came."""
@@ -327,3 +310,69 @@ class _Launched(popen_fork.Popen):
     def _send_signal(self, sig: int) -> None:
         self.poll()  # the server has reaped a process that has ended
         super()._send_signal(sig)  # type: ignore[misc]
+
+
+# ── the options of a world ──────────────────────────────────────────────────────────────────────
+
+Start = Literal["forkserver", "spawn"]
+Logs = Literal["names"]
+
+ProcessFactory = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
+"""A function that makes a process of a target function, its arguments and a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """The checked options of a local world for the start of its children."""
+
+    start: Start = "forkserver"
+    preload: Sequence[str] = ()
+    logs: Logs | None = None
+
+    def __post_init__(self) -> None:
+        if self.logs not in (None, "names"):
+            raise ValueError(f'logs must be "names" or None, got {self.logs!r}')
+        if self.start not in ("forkserver", "spawn"):
+            raise ValueError(f'start must be "forkserver" or "spawn", got {self.start!r}')
+        if not is_list_of_names(self.preload):
+            raise TypeError(f"preload must be a tuple of module names, got {self.preload!r}")
+
+    async def factory(self, timeout: float) -> ProcessFactory:
+        """Return the factory of the children, once their server is ready if they have one."""
+        if self.start == "spawn":
+            return spawned_process
+        with stop_signals_blocked():
+            server = obtain(self.preload)
+        names = ", ".join(("torch", *self.preload))
+        try:
+            with announced(f"children wait until their server has imported {names}"):
+                await server.ready(timeout)
+        except TimeoutError:
+            raise WorldTimeout(
+                f"the process that forks the children did not import {names} within {timeout:g} s",
+                [],
+            ) from None
+        return server.process
+
+
+def spawned_process(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
+    """Return a process with a new interpreter."""
+    # Not "fork", which copies the locks of torch's threads but not the threads.
+    return multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
+
+
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Let processes that this thread starts in the block have Ctrl-C and SIGTERM blocked."""
+    # Both may go to all processes of a program, and a child that is still importing torch would
+    # print a traceback, or die. A child inherits the mask, until `child_main` installs handlers.
+    # multiprocessing's tracker unblocks the signals when it starts: so it starts first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

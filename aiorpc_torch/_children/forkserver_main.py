@@ -67,22 +67,17 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
     error = _imported(preload)
-    with contextlib.suppress(ConnectionError):  # the program has ended, which `run` finds out
+    with contextlib.suppress(ConnectionError):  # the program has ended, which `_serve` finds out
         control.send(pickle.dumps(error))
     if error is not None:
         os._exit(1)
-    _share_objects()
-    _end_child(_Server(control, handlers).run())
-
-
-def _share_objects() -> None:
-    """Let children leave alone the objects that exist now."""
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages of all objects
     # Each child would finalize them at its exit. torch takes its libraries of operators apart then,
     # in 28 ms (2.15). They are private to CPython (3.11 to 3.14).
     for each in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         each.atexit = False
+    _end_child(_serve(control, handlers))
 
 
 def _imported(preload: Sequence[str]) -> BaseException | None:
@@ -97,10 +92,6 @@ def _imported(preload: Sequence[str]) -> BaseException | None:
             return error
     with contextlib.suppress(ImportError):
         importlib.import_module("uvloop")
-    return _unfit_for_forks()
-
-
-def _unfit_for_forks() -> BaseException | None:
     # Libraries may end their threads in a fork's handler, and so once for all: OpenBLAS does, of
     # which numpy's import starts threads.
     if (pid := os.fork()) == 0:
@@ -129,86 +120,64 @@ def _is_cuda(descriptor: str) -> bool:
         return False
 
 
-class _Server:
-    """The loop of the server."""
-
-    def __init__(self, control: socket.socket, handlers: dict[signal.Signals, Any]) -> None:
-        self._control = control
-        self._children: dict[int, socket.socket] = {}  # by pid; they take the exit code
-        self._wakeups, written = socket.socketpair()
-        written.setblocking(False)
-        self._written = written
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(written.fileno())
-        self._handlers = handlers
-        if sys.stdout is not None:
-            sys.stdout.flush()  # else each child would print the text again
-        os.chdir("/")  # keep no folder in use
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)
-        os.close(null)
-
-    def run(self) -> Callable[[], Any]:
-        """Serve to the end; return in each child only, with what it has to run."""
-        poller = select.poll()
-        poller.register(self._control, select.POLLIN)
-        poller.register(self._wakeups, select.POLLIN)
-        while True:
-            for descriptor, _ in poller.poll():
-                if descriptor == self._wakeups.fileno():
-                    self._wakeups.recv(1 << 16)
-                    self._reap()
-                elif (child := self._serve()) is not None:
-                    return child
-
-    def _reap(self) -> None:
-        for pid in [*self._children]:
-            if (found := os.waitpid(pid, os.WNOHANG)) != (0, 0):
-                with self._children.pop(pid) as status:
-                    kill_left_by(pid)
-                    _tell(status, os.waitstatus_to_exitcode(found[1]))
-
-    def _serve(self) -> Callable[[], Any] | None:
-        """Fork for one request; return in the child only, with what it has to run."""
+def _serve(control: socket.socket, handlers: dict[signal.Signals, Any]) -> Callable[[], Any]:
+    """Fork a child for each request; return in each child only, with what it has to run."""
+    children: dict[int, socket.socket] = {}  # by pid; they take the exit code
+    wakeups, written = socket.socketpair()
+    written.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(written.fileno())
+    if sys.stdout is not None:
+        sys.stdout.flush()  # else each child would print the text again
+    os.chdir("/")  # keep no folder in use
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(wakeups, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poller.poll()}
+        if wakeups.fileno() in ready:
+            wakeups.recv(1 << 16)
+            for pid in [*children]:
+                if (found := os.waitpid(pid, os.WNOHANG)) != (0, 0):
+                    with children.pop(pid) as status:
+                        kill_left_by(pid)
+                        _tell(status, os.waitstatus_to_exitcode(found[1]))
+        if control.fileno() not in ready:
+            continue
         try:
-            request, descriptors = _receive(self._control)
+            request, descriptors = _receive(control)
         except ConnectionError:  # the program ended before it read what this process has sent
             request = b""
         if not request:
-            self._end()
-        data, status, *others = descriptors
-        told = socket.socket(fileno=status)
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            for pid in children:
+                kill_left_by(pid)
+            os._exit(0)
+        data, descriptor, *others = descriptors
+        told = socket.socket(fileno=descriptor)
         try:
             pid = os.fork()
         except OSError as exc:
             pid = -(exc.errno or 1)
         if pid == 0:
-            self._leave()
+            signal.set_wakeup_fd(-1)
+            for ignored, handler in handlers.items():
+                signal.signal(ignored, signal.SIG_DFL if handler is None else handler)
+            for each in (control, wakeups, written, *children.values()):
+                each.close()
             return lambda: _run_child(data, told, others, *NUMBER.unpack(request))
-        for each in (data, *others):
-            os.close(each)
+        for passed in (data, *others):
+            os.close(passed)
         _tell(told, pid)
         if pid > 0:
-            self._children[pid] = told
+            children[pid] = told
         else:
             told.close()
-        return None
-
-    def _leave(self) -> None:
-        """Free in a child what belongs to the server."""
-        signal.set_wakeup_fd(-1)
-        for ignored, handler in self._handlers.items():
-            signal.signal(ignored, signal.SIG_DFL if handler is None else handler)
-        for each in (self._control, self._wakeups, self._written, *self._children.values()):
-            each.close()
-
-    def _end(self) -> NoReturn:
-        for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in self._children:
-            kill_left_by(pid)
-        os._exit(0)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -242,7 +211,10 @@ def _run_child(data: int, told: socket.socket, descriptors: Sequence[int], more:
     os.environ.clear()
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
-    _seed()
+    # As in a new interpreter, each of these starts anywhere. Python's own is seeded by the fork.
+    sys.modules["torch"].default_generator.seed()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()
     return spawn._main(data, told.detach())
 
 
@@ -266,10 +238,3 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
         is_refused = isinstance(exc, RuntimeError) and "bootstrapping phase" in str(exc)
         code = STARTS_CHILDREN if is_refused else exit_code(exc)
     end_process(code)
-
-
-def _seed() -> None:
-    # As in a new interpreter, each of these starts anywhere. Python's own is seeded by the fork.
-    sys.modules["torch"].default_generator.seed()
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed()

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from .._wire.by_value import is_by_value
 from .._world.managers import world_manager
 from .._world.worker import Worker, run_worker
 from ..errors import NotInWorld
-from .processes import Logs, ProcessOptions, Start
+from .forkserver import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
 
 T = TypeVar("T")
@@ -57,7 +57,8 @@ class LocalWorker(Worker):
             raise ValueError(f"two workers have the name {name!r}: the first one is alive")
         _check_for_children(self._config)
         config = replace(self._config, name=name, rank=-1, world_size=-1, join=True)
-        await self._on_loop(self._supervisor.add(config, self._has_joined(name)))
+        joining = self._supervisor.add(config, self._has_joined(name))
+        await await_on(self._node.loop, joining)
 
     async def stop(self, name: str) -> None:
         """Let a child leave in order, and return when its process has ended; the others go on.
@@ -71,20 +72,19 @@ class LocalWorker(Worker):
         """
         check_type("a worker's name", name, str)
         self._check_is_open()
-        await self._on_loop(self._stop(name))
+        await await_on(self._node.loop, self._stop(name))
 
     async def _restart(self, peer: Peer) -> None:
-        if self._supervisor.knows(peer.name):
+        if peer.name in self._supervisor.config_of:
             await self._supervisor.replace_once(peer.name, lambda: self._replace(peer))
         else:
             await Worker._restart(self, peer)
 
     async def _replace(self, peer: Peer) -> None:
-        if self._supervisor.is_given_up(peer.name):
-            await self.start(peer.name)
-        else:
-            await self._supervisor.replace(peer.name)
+        if await self._supervisor.replace(peer.name):
             await self._node.membership.wait_until_alive(peer.name, peer.worker_id)
+        else:
+            await self.start(peer.name)
 
     def _check_is_open(self) -> None:
         if not self._node.membership.is_open:
@@ -104,9 +104,6 @@ class LocalWorker(Worker):
             if is_here and self._node.members.worker_id_of(name) != former:
                 return
         raise NotInWorld("this worker has left its world")
-
-    async def _on_loop(self, step: Coroutine[Any, Any, None]) -> None:
-        await await_on(self._node.loop, step)
 
 
 @renamed_parameters(restart="max_restarts")
@@ -280,7 +277,15 @@ def run_local(
     """
     names = _names(workers, first=0)
     check_on_failure(on_failure)
-    _check_run(main, names)
+    if not names:
+        raise ValueError("run_local needs at least one worker")
+    if len(names) > 1:
+        _check_importable("main must be", main)
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            "run_local() makes an event loop, and one runs in this thread: use `async with "
+            "local_world(...)` there"
+        )
     configs = _configs(
         names,
         init_method=new_local_url(),
@@ -336,8 +341,10 @@ def _names(workers: int | Sequence[str], *, first: int) -> list[str]:
 
 def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
-    check_type("max_restarts", options["max_restarts"], int)  # None is of the other worlds
     exports, factory = options["exports"], options["loop_factory"]
+    check_type("max_restarts", options["max_restarts"], int)
+    if options["max_restarts"] < 0:
+        raise ValueError(f"max_restarts must be at least 0, got {options['max_restarts']}")
     options["exports"] = None if exports is None else checked_exports(exports)
     options["loop_factory"] = new_event_loop if factory is None else factory
     if not callable(options["loop_factory"]):
@@ -375,16 +382,4 @@ def _check_importable(rule: str, value: Any, *, is_pickled: bool = False) -> Non
     if not is_importable:
         raise TypeError(
             f"{rule} what child processes can import, got {value!r}: put it into a module"
-        )
-
-
-def _check_run(main: Callable[..., Any], names: Sequence[str]) -> None:
-    if not names:
-        raise ValueError("run_local needs at least one worker")
-    if len(names) > 1:
-        _check_importable("main must be", main)
-    if asyncio._get_running_loop() is not None:
-        raise RuntimeError(
-            "run_local() makes an event loop, and one runs in this thread: use `async with "
-            "local_world(...)` there"
         )

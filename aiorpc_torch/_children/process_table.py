@@ -93,12 +93,11 @@ def kill_left_by(pid: int) -> None:
 
 
 def _left_by(pid: int) -> list[int]:
-    mark = f"{_MARK}={pid}".encode()
-    every = [int(each) for each in os.listdir("/proc") if each.isdigit()]
-    return [each for each in every if _shares_group(each) and mark in _environment(each)]
-
-
-def _environment(pid: int) -> list[bytes]:
-    with contextlib.suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return []
+    mark, found = f"{_MARK}={pid}".encode(), list[int]()
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        if not _shares_group(int(each)):
+            continue
+        with contextlib.suppress(OSError):  # it has ended
+            if mark in Path(f"/proc/{each}/environ").read_bytes().split(b"\0"):
+                found.append(int(each))
+    return found

@@ -5,8 +5,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from .._aio.loops import Interrupt, interruptible
@@ -19,9 +18,7 @@ from .._world.worker import Worker, check_is_free
 from ..errors import NotInWorld, WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
 from .child_logs import LogReader
-from .forkserver import ServerDied
-from .processes import ProcessFactory, ProcessOptions
-from .restarts import Restarts
+from .forkserver import ProcessFactory, ProcessOptions, ServerDied
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -39,6 +36,31 @@ FAILURE_TIMEOUT = 20.0
 
 REPLACED = "its process was ended by restart()"  # what peers are told
 
+FIRST_PAUSE = 0.1  # seconds before the second restart in a row; it doubles from one to the next
+LONGEST_PAUSE = 30.0
+STABLE = 10.0  # seconds in its world after which the end of a process is no further one in a row
+
+
+class Restarts:
+    """The restarts of a world: a process that fails again and again waits longer each time."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._in_a_row: dict[str, int] = {}
+
+    def take(self, name: str, lived: float) -> float | None:
+        """Return the seconds before the next restart of a worker; None if no restart is left.
+
+        Its last process was in the world for `lived` seconds.
+        """
+        if not self.left:
+            return None
+        self.left -= 1
+        before = 0 if lived >= STABLE else self._in_a_row.get(name, 0)
+        self._in_a_row[name] = before + 1
+        # The exponent is bounded: a float overflows at 1,024.
+        return min(FIRST_PAUSE * 2.0 ** min(before - 1, 20), LONGEST_PAUSE) if before else 0.0
+
 
 @dataclass(eq=False)
 class Supervisor:
@@ -52,15 +74,14 @@ class Supervisor:
     configs: Sequence[WorkerConfig]
     main: Main | None
     args: tuple[Any, ...]
-    max_restarts: int
+    max_restarts: InitVar[int]
     processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     last: dict[str, ChildProcess] = field(default_factory=dict)
     """The last child of each name. Any thread may read it."""
     _children: list[ChildProcess] = field(default_factory=list)
-    _stopping: set[ChildProcess] = field(default_factory=set)
-    _replaced: set[ChildProcess] = field(default_factory=set)  # killed by `replace`
-    _config_of: dict[str, WorkerConfig] = field(default_factory=dict)  # of the last child
+    config_of: dict[str, WorkerConfig] = field(default_factory=dict)
+    """The configuration of each name that has had a child."""
     _starting: set[str] = field(default_factory=set)
     _restarting: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _replacing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -69,7 +90,7 @@ class Supervisor:
     _logs: LogReader | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Ends of children that were in the world before this process knew that it is complete.
-    _early: list[tuple[ChildProcess, WorkerConfig, BaseException]] = field(default_factory=list)
+    _early: list[ChildProcess] = field(default_factory=list)
     # Set once the world is complete: before, no child can rejoin.
     _membership: Membership | None = None
     _interrupt: Interrupt | None = None
@@ -77,8 +98,8 @@ class Supervisor:
     _is_stopping = False  # by a signal
     _is_closed = False
 
-    def __post_init__(self) -> None:
-        self._restarts = Restarts(self.max_restarts)
+    def __post_init__(self, max_restarts: int) -> None:
+        self._restarts = Restarts(max_restarts)
         # A handler of the program decides, for its children too.
         self._has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -104,19 +125,20 @@ class Supervisor:
             self._abandon(name, "it is not restarted: the program stops")
 
     def _on_sigterm(self, child: ChildProcess) -> None:
-        asyncio.get_running_loop().call_later(SIGTERM_DELAY, self._end_by_sigterm, child)
-
-    def _end_by_sigterm(self, child: ChildProcess) -> None:
         """End a child, unless this process got a SIGTERM too: then the program stops in order."""
-        if self._has_default and not (self._is_stopping or self._command):
-            child.kill("its process was killed by SIGTERM")
+
+        def end() -> None:
+            if self._has_default and not (self._is_stopping or self._command):
+                child.kill("its process was killed by SIGTERM")
+
+        asyncio.get_running_loop().call_later(SIGTERM_DELAY, end)
 
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
         self._membership = me._node.membership
         early, self._early = self._early, []
-        for each in early:
-            self._on_end(*each)
+        for child in early:
+            self._on_end(child)
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:
@@ -138,18 +160,13 @@ class Supervisor:
             yield
 
     async def add(self, config: WorkerConfig, has_joined: Coroutine[Any, Any, None]) -> None:
-        """Start one more child, and supervise it once it has joined.
-
-        Raises:
-            Exception: as it has raised it, if it does not join.
-            WorldTimeout: if it is frozen, say.
-            ValueError: if a child of that name is joining.
-        """
+        """Start one more child, and supervise it once it has joined; else raise why it has not."""
         joining = asyncio.ensure_future(has_joined)
         child: ChildProcess | None = None
         try:
             await self._stop_restarting(config.name)
-            if self._is_joining(config.name):
+            last = self.last.get(config.name)
+            if config.name in self._starting or (last is not None and last.is_entering()):
                 first = "the first one is joining"
                 raise ValueError(f"two workers have the name {config.name!r}: {first}")
             child = await self._begin(config)
@@ -166,28 +183,16 @@ class Supervisor:
             raise
         finally:
             joining.cancel()
-        self._supervise(child, config)
+        child.ended.add_done_callback(lambda _: self._on_end(child))
 
     def _drop(self, child: ChildProcess) -> None:
         """Kill a child that is not supervised."""
         child.kill()
         if self.last.get(child.name) is child:  # none that `replace` may wait for
             del self.last[child.name]
-        self._stopping.add(child)
+        child.is_leaving = True
         self._release(child)
-        child.ended.add_done_callback(partial(self._on_killed, child))
-
-    def _on_killed(self, child: ChildProcess, _: object) -> None:
-        self._release(child)
-
-    def _is_joining(self, name: str) -> bool:
-        """Return whether the last child of this name is on its way into the world."""
-        if name in self._starting:
-            return True
-        child = self.last.get(name)
-        if child is None or child in self._stopping:
-            return False
-        return child.entered_at is None and not child.ended.done()
+        child.ended.add_done_callback(lambda _: self._release(child))
 
     async def _stop_restarting(self, name: str) -> bool:
         """Let no process follow one that has ended; return whether one would have."""
@@ -203,29 +208,29 @@ class Supervisor:
 
         It has `timeout` seconds for the calls that run there. One that then does not end is killed:
         it is frozen, or its event loop is blocked. A cancellation changes nothing of that.
-
-        Raises:
-            ValueError: if no such child is alive.
         """
         if await self._stop_restarting(name):
             self._abandon(name, "it was stopped before it was restarted")
             return
         child = self._alive(name)
-        self._replaced.discard(child)
-        self._stopping.add(child)
+        child.is_leaving, child.is_replaced = True, False
         child.send("stop")
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(timeout + STOP_GRACE, self._kill_late, child, timeout + STOP_GRACE)
-        child.ended.add_done_callback(partial(self._on_stopped, child, timer))
+        seconds = timeout + STOP_GRACE
+
+        def kill_late() -> None:
+            if child in self._children:  # else the world has ended
+                text = f"it did not leave within {seconds:g} s, and was killed"
+                log.warning("worker %r: %s", name, text)
+                child.kill()
+                self._abandon(name, text)
+
+        def on_end(_: object) -> None:
+            timer.cancel()
+            self._release(child)
+
+        timer = asyncio.get_running_loop().call_later(seconds, kill_late)
+        child.ended.add_done_callback(on_end)
         await asyncio.wait((child.ended,))
-
-    def knows(self, name: str) -> bool:
-        """Return whether this process has started a child of that name."""
-        return name in self._config_of
-
-    def is_given_up(self, name: str) -> bool:
-        """Return whether such a child has ended, and is not restarted."""
-        return self.knows(name) and name not in self.last and name not in self._restarting
 
     def _alive(self, name: str) -> ChildProcess:
         child = self.last.get(name)
@@ -240,61 +245,51 @@ class Supervisor:
         """Wait for `replace()`, or for the one of that name that is under way."""
         if (task := self._replacing.get(name)) is None:
             task = self._replacing[name] = asyncio.create_task(replace())
-            task.add_done_callback(partial(self._on_replaced, name))
+
+            def on_end(ended: "asyncio.Task[None]") -> None:
+                del self._replacing[name]
+                if not ended.cancelled():
+                    ended.exception()  # whoever waits has it
+
+            task.add_done_callback(on_end)
         await asyncio.shield(task)
 
-    def _on_replaced(self, name: str, task: "asyncio.Task[None]") -> None:
-        del self._replacing[name]
-        if not task.cancelled():
-            task.exception()  # whoever waits has it
-
-    async def replace(self, name: str) -> None:
+    async def replace(self, name: str) -> bool:
         """Kill a child whatever its state, and start another one, which does not count.
 
-        Raises:
-            ValueError: if no such child is alive, or about to be restarted.
+        Return False for one that has ended, and is not restarted.
         """
         if await self._stop_restarting(name):
-            self._restart(self._config_of[name], WorkerLost(name, REPLACED), 0.0)
-            return
+            self._restart(self.config_of[name], WorkerLost(name, REPLACED), 0.0)
+            return True
+        if name not in self.last:
+            return False
         child = self._alive(name)
-        self._stopping.discard(child)
-        self._replaced.add(child)
+        child.is_leaving, child.is_replaced = False, True
         child.kill(REPLACED)
         await asyncio.wait((child.ended,))
+        return True
 
-    def _kill_late(self, child: ChildProcess, seconds: float) -> None:
-        if child not in self._children:  # the world has ended
-            return
-        text = f"it did not leave within {seconds:g} s, and was killed"
-        log.warning("worker %r: %s", child.name, text)
-        child.kill()
-        self._abandon(child.name, text)
-
-    def _abandon(self, name: str, text: str) -> None:
+    def _abandon(self, name: str, text: str, cause: BaseException | None = None) -> None:
         if self._membership is not None:
-            self._membership.abandon(name, WorkerLost(name, text))
-
-    def _on_stopped(self, child: ChildProcess, timer: asyncio.TimerHandle, _: object) -> None:
-        timer.cancel()
-        self._release(child)
+            error = WorkerLost(name, text)
+            error.__cause__ = cause
+            self._membership.abandon(name, error)
 
     def _release(self, child: ChildProcess) -> None:
         """Free what belongs to a child if it has ended; otherwise the end of the world does."""
         if child.release() and child in self._children:
             self._children.remove(child)
-            self._stopping.discard(child)
-            self._replaced.discard(child)  # it may have left in order just before
             if self.last.get(child.name) is child:
                 del self.last[child.name]
 
     async def _start(self, config: WorkerConfig) -> ChildProcess:
         child = await self._begin(config)
-        self._supervise(child, config)
+        child.ended.add_done_callback(lambda _: self._on_end(child))
         return child
 
     async def _begin(self, config: WorkerConfig) -> ChildProcess:
-        self._config_of[config.name] = config
+        self.config_of[config.name] = config
         self._starting.add(config.name)
         try:
             try:
@@ -336,58 +331,55 @@ class Supervisor:
             child.send(self._command)
         return child
 
-    def _supervise(self, child: ChildProcess, config: WorkerConfig) -> None:
-        child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
-
-    def _on_end(
-        self, child: ChildProcess, config: WorkerConfig, failure: BaseException | None
-    ) -> None:
+    def _on_end(self, child: ChildProcess) -> None:
+        name, failure = child.name, child.ended.result()
         if failure is None or self._command == "cancel":
             return
         if self._membership is None and child.entered_at is not None:
-            self._early.append((child, config, failure))
+            self._early.append(child)
             return
-        if self.last.get(config.name, child) is not child:  # one that was frozen, say
+        if self.last.get(name, child) is not child:  # one that was frozen, say
             text = printable(str(failure))
-            log.warning("a former process of worker %r has ended: %s", config.name, text)
+            log.warning("a former process of worker %r has ended: %s", name, text)
             self._release(child)
             return
-        death = None
-        if isinstance(failure, WorkerLost) and failure.worker == config.name:
-            death = failure
+        death = failure if isinstance(failure, WorkerLost) and failure.worker == name else None
         if self._membership is not None and death is not None:
-            self._membership.lose(config.name, death)
-        if child in self._stopping:
-            self._abandon(config.name, f"{_reason(config.name, failure)}; it was to leave")
+            self._membership.lose(name, death)
+        if child.is_leaving:
+            self._abandon(name, f"{_reason(name, failure)}; it was to leave")
             return
-        pause = 0.0 if child in self._replaced else self._pause(child)
+        pause: float | None = None
+        if child.is_replaced:
+            pause = 0.0
+        elif self._membership is not None and not (self._command or self._is_stopping):
+            pause = self._restarts.take(name, child.lived())
         self._release(child)
         if pause is not None:
-            self._restart(config, failure, pause)
+            self._restart(child.config, failure, pause)
         else:
             if death is not None:
-                log.warning("%s; %s", printable(str(death)), self._not_restarted(config.name))
-            self._report(config.name, failure)
+                log.warning("%s; %s", printable(str(death)), self._not_restarted(name))
+            self._report(name, failure)
 
     def _not_restarted(self, name: str) -> str:
         if self.main or self._membership is None or self._command or self._is_stopping:
             return "it is not restarted"
         return f"it is not restarted: `await me.restart({name!r})` starts it again"
 
-    def _pause(self, child: ChildProcess) -> float | None:
-        """Return the seconds before a child is restarted, None if it is not."""
-        if self._membership is None or self._command is not None or self._is_stopping:
-            return None
-        return self._restarts.take(child.name, child.lived())
-
     def _restart(self, config: WorkerConfig, failure: BaseException, pause: float) -> None:
         reason = _reason(config.name, failure)
         raised = failure if failure.__cause__ else None  # the traceback of the child
         when = f" in {pause:g} s" if pause else ""
         log.warning("worker %r is restarted%s: %s", config.name, when, reason, exc_info=raised)
+
+        def on_end(ended: "asyncio.Task[None]") -> None:
+            if self._restarting.get(config.name) is ended:
+                del self._restarting[config.name]
+
         task = asyncio.create_task(self._start_again(config, failure, pause))
         self._restarting[config.name] = task
-        task.add_done_callback(partial(self._on_restarted, config.name))
+        task.add_done_callback(on_end)
 
     async def _start_again(
         self, config: WorkerConfig, failure: BaseException, pause: float | None
@@ -411,22 +403,13 @@ class Supervisor:
         if child.entered_at is None and child in self._children:
             child.kill("it has not entered its world in time: it may be frozen")
 
-    def _on_restarted(self, name: str, task: "asyncio.Task[None]") -> None:
-        if self._restarting.get(name) is task:
-            del self._restarting[name]
-
     def _report(self, name: str, failure: BaseException) -> None:
         """Report a failure after which a child is not restarted."""
         self.failures.append(failure)
-        if self._membership is not None:
-            reason = f"{_reason(name, failure)}; {self._not_restarted(name)}"
-            error = WorkerLost(name, reason)
-            error.__cause__ = failure
-            self._membership.abandon(name, error)
-        is_incomplete = self._membership is None  # and stays so
+        self._abandon(name, f"{_reason(name, failure)}; {self._not_restarted(name)}", failure)
         if self._interrupt is None or self._is_stopping:
             return
-        if self._on_failure == "stop" or is_incomplete:
+        if self._on_failure == "stop" or self._membership is None:  # the world stays incomplete
             self._interrupt(failure)
 
     def _send(self, command: ParentCommand) -> None:
@@ -436,15 +419,16 @@ class Supervisor:
 
     async def _close(self, timeout: float) -> None:
         """Wait for the children's end, for `timeout` seconds; a cancellation ends them at once."""
-        await run_to_end(asyncio.create_task(self._end_children(timeout)), self._end_soon)
 
-    def _end_soon(self) -> None:
-        self._send("cancel")
-        asyncio.get_running_loop().call_later(CANCEL_TIMEOUT, self._kill_all)
+        def kill_all() -> None:
+            for child in self._children:
+                child.kill()
 
-    def _kill_all(self) -> None:
-        for child in self._children:
-            child.kill()
+        def end_soon() -> None:
+            self._send("cancel")
+            asyncio.get_running_loop().call_later(CANCEL_TIMEOUT, kill_all)
+
+        await run_to_end(asyncio.create_task(self._end_children(timeout)), end_soon)
 
     async def _end_children(self, timeout: float) -> None:
         if restarting := self._restarting.values():
@@ -453,32 +437,28 @@ class Supervisor:
             await asyncio.wait(restarting)
         if ends := [child.ended for child in self._children]:
             await asyncio.wait(ends, timeout=min(timeout, LOST_TIMEOUT))
-        if ends := [child.ended for child in self._children if not self._is_lost(child)]:
+        if (world := self._membership) is not None:
+            ends = [child.ended for child in self._children if not world.is_lost(child.name)]
+        if ends:
             await asyncio.wait(ends, timeout=max(0.0, timeout - LOST_TIMEOUT))
-        if late := [each.ended for each in self._children if self._has_failed(each)]:
-            await asyncio.wait(late, timeout=FAILURE_TIMEOUT)
+        late = [child for child in self._children if not child.ended.done()]
+        if world and (ends := [each.ended for each in late if world.failure_of(each.name)]):
+            await asyncio.wait(ends, timeout=FAILURE_TIMEOUT)
         for child in self._children:
             child.stop_watching()
         self._is_closed = True
-        await run_in_thread(self._reap, "aiorpc-reaper")
+
+        def reap() -> None:
+            for child in self._children:
+                child.close()
+            if self._logs is not None:
+                self._logs.close()
+
+        await run_in_thread(reap, "aiorpc-reaper")
         # The last reference to a server ends it, and the membership refers to this object.
         self._children.clear()
         self.last.clear()
         self._make_process = None
-
-    def _is_lost(self, child: ChildProcess) -> bool:
-        return self._membership is not None and self._membership.is_lost(child.name)
-
-    def _has_failed(self, child: ChildProcess) -> bool:
-        if child.ended.done() or self._membership is None:
-            return False
-        return self._membership.failure_of(child.name) is not None
-
-    def _reap(self) -> None:
-        for child in self._children:
-            child.close()
-        if self._logs is not None:
-            self._logs.close()
 
 
 def _reason(name: str, failure: BaseException) -> str:

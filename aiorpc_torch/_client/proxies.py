@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-
-
 from .._handles.mistakes import no_attribute
+from .._torch.compat import RRef
 from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
 from .call import RemoteCall

@@ -88,8 +88,6 @@ class NodeConfig:
             check_type("stop_timeout", self.stop_timeout, Real, " or None")
             if not self.stop_timeout >= 0.0:
                 raise ValueError(f"stop_timeout must be at least 0 s, got {self.stop_timeout!r}")
-        if self.max_restarts is not None and self.max_restarts < 0:
-            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.watchdog is not None:

@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -33,12 +32,10 @@ from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_ru
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotInWorld
 from .managers import world_manager
-from .start_steps import start_step
+from .startup import start_step
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
-
-T = TypeVar("T")
 
 # All in seconds.
 AGENT_POLL = 0.05  # between two looks whether torch's RPC still runs
@@ -173,8 +170,19 @@ class _Attached:
     async def leave(self, stop_timeout: float | None) -> None:
         """Let served calls end, close the connections, and leave torch's RPC running."""
         draining = asyncio.create_task(self.drain(stop_timeout))
-        closing = asyncio.create_task(self._leave(draining))
-        await run_to_end(closing, draining.cancel)
+
+        async def close() -> None:
+            await asyncio.wait((draining,))
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            self._attachments.close()
+            await self._close()
+            entry_points.leave(self.node)
+            free_dead_thread_states()
+
+        await run_to_end(asyncio.create_task(close()), draining.cancel)
 
     async def drain(self, stop_timeout: float | None) -> None:
         """Take no new calls, and wait for those that run."""
@@ -183,17 +191,6 @@ class _Attached:
             with anyio.move_on_after(TELL_TIMEOUT):
                 await self._attachments.tell(False)
             await self.node.server.drain(stop_timeout)
-
-    async def _leave(self, draining: "asyncio.Task[None]") -> None:
-        await asyncio.wait((draining,))
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        self._attachments.close()
-        await self._close()
-        entry_points.leave(self.node)
-        free_dead_thread_states()
 
     async def _close(self) -> None:
         """End what waits, in both directions."""

@@ -45,14 +45,12 @@ from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
 from ..errors import WorkerLost, WorldTimeout
-from .start_steps import MIN_STEP
 
 if TYPE_CHECKING:
     from .._node.node import Node
 
 log = logging.getLogger("aiorpc_torch")
 
-M = TypeVar("M", bound=ToWorker)
 T = TypeVar("T")
 
 WORLD_TASK = "aiorpc-directory"
@@ -69,6 +67,7 @@ GRACE_OF_JOINED = 2.0  # the same at a place whose last directory had workers th
 SILENT_LOOKS = 2  # after which a directory that does not answer is taken for frozen
 RETIRE_TIMEOUT = 0.3  # seconds for the directory to answer: else the others are told otherwise
 CANCEL_TIMEOUT = 1.0  # seconds for an attempt to connect to end
+MIN_STEP = 1.0  # seconds for a step of the start, also where less of its timeout is left
 STEP_TIMEOUT = 10.0  # seconds in a running world for the place, and name servers, to answer
 PING_TIMEOUT = 3.0  # seconds for a process to prove that it is alive
 
@@ -137,10 +136,8 @@ class DirectoryClient:
     async def register(self) -> wire.Registered | wire.Entering:
         """Register this worker; return all workers once they are there.
 
-        Raises:
-            WorldTimeout: if ranks are missing at the timeout; it names them.
-            ValueError: if two workers have one rank or one name, or the workers disagree; if
-                another program listens at the address of rank 0.
+        Raises ValueError if two workers have one rank or one name, or the workers disagree. So it
+        does if another program listens at the address of rank 0. WorldTimeout names missing ranks.
         """
         while True:
             self._stream = await self._connect()
@@ -153,15 +150,11 @@ class DirectoryClient:
             else:
                 assert isinstance(answer, wire.Registered | wire.Entering), answer
                 if isinstance(answer, wire.Entering):
-                    self._note_numbers(answer)
+                    self.registration, self._worker_id = answer.own, answer.worker_id
                 return answer
 
     async def publish(self, address: str, maps: NamedDeviceMaps, reaches: bool) -> list[PeerInfo]:
-        """Publish the address of this worker's agent; return all members in rank order.
-
-        Raises:
-            WorldTimeout: if registered ranks did not start in time; it names them.
-        """
+        """Publish the address of this worker's agent; return all members in rank order."""
         self._published = wire.Publish(address, maps, reaches)
         self._send(self._published)
         while True:
@@ -183,11 +176,14 @@ class DirectoryClient:
     async def confirm(self, unreachable: Sequence[int], text: str) -> None:
         """Confirm that this worker reaches all others, and wait until all have confirmed.
 
-        Raises:
-            WorldTimeout: with `text` if ranks are unreachable; if a worker does not confirm.
+        If ranks are unreachable, the WorldTimeout of all workers has this `text`.
         """
         self._send(wire.Confirm(unreachable, text))
-        await self._await(wire.Complete)
+        try:
+            message = await self._receive()
+        except _DirectoryEndedError as exc:
+            raise self._given_up() from exc
+        assert isinstance(message, wire.Complete), message
 
     def give_up(self) -> None:
         """Tell the others that this worker was stopped while it waited."""
@@ -217,8 +213,7 @@ class DirectoryClient:
     async def _open_directory(self, timeout: float) -> Stream[ToWorker]:
         """Make the directory of a new world, or of one whose members connect before it starts.
 
-        Raises:
-            OSError: if another one may be there which does not answer.
+        Raises OSError if another one may be there which does not answer.
         """
         seen, is_dead = Seen(None, None), False
         if self._meeting.is_movable:
@@ -226,10 +221,10 @@ class DirectoryClient:
             if seen.record is not None and not seen.record.is_closed:
                 try:
                     return await self._dial(self._first_message(), seen.record, timeout)
-                except (TlsError, TimeoutError) as exc:
+                except (OSError, EOFError) as exc:
                     if isinstance(exc, TlsError | Blocked):
                         raise
-                except (OSError, EOFError) as exc:  # refused, no route, or another program
+                    # Refused, no route, or another program.
                     is_dead = isinstance(exc, ConnectionRefusedError) or type(exc) is OSError
             if not self._watch.may_claim(seen.record, self._loop.time(), 0, is_dead=is_dead):
                 raise OSError("a directory is there, and does not answer")
@@ -242,10 +237,7 @@ class DirectoryClient:
         return await self._serve(made, self._first_message(), grace=grace)
 
     async def _look(self) -> Seen:
-        try:
-            seen = await self._in_thread(self._meeting.look)
-        except NoDirectoryError as exc:
-            raise self._refusal(exc, "") from exc
+        seen = await self._in_thread(self._meeting.look)
         self._watch.see(seen.value, self._loop.time())
         return seen
 
@@ -307,8 +299,7 @@ class DirectoryClient:
     async def _in_thread(self, step: Callable[[], T]) -> T:
         """Run a step in a thread, once the last one has ended: one that blocks may stay for long.
 
-        Raises:
-            Blocked: if one of the two does not end in time.
+        Raises Blocked if one of the two does not end in time.
         """
         limit = max(self.remaining(), MIN_STEP) if self._following is None else STEP_TIMEOUT
         if (last := self._attempt) is not None:
@@ -320,6 +311,8 @@ class DirectoryClient:
         try:
             found: T = await attempt.result(limit)
             return found
+        except NoDirectoryError as exc:
+            raise self._refusal(exc, "") from exc
         finally:
             if attempt.ended.done() and self._attempt is attempt:
                 self._attempt = None
@@ -344,11 +337,8 @@ class DirectoryClient:
     ) -> Stream[ToWorker]:
         """Connect to the directory of the record, by default of the one that is found."""
         connect = self._meeting.connect if record is None else partial(self._meeting.dial, record)
-        try:
-            found, [connected] = await self._in_thread(connect)
-            connected = await self._through_port(connected, timeout)
-        except NoDirectoryError as exc:
-            raise self._refusal(exc, "") from exc
+        found, [connected] = await self._in_thread(connect)
+        connected = await self._through_port(connected, timeout)
         return await self._greet(found, connected, first, timeout)
 
     def _first_message(self) -> wire.Register:
@@ -405,15 +395,13 @@ class DirectoryClient:
 
     def _remedy(self) -> str:
         """Return what lets processes enter a running world whose directory has ended."""
-        if self._meeting.is_movable:
-            return (
-                "If rank 0 of a running world has ended, another worker takes its place. If that "
-                "world has ended, stop what starts this process"
-            )
+        then = "another worker takes its place"
+        if not self._meeting.is_movable:
+            then = "start its process again, or end it first if it is frozen: until then no process"
+            then += " can enter that world"
         return (
-            "If rank 0 of a running world has ended, start its process again, or end it first if "
-            "it is frozen: until then no process can enter that world. If that world has ended, "
-            "stop what starts this process"
+            f"If rank 0 of a running world has ended, {then}. If that world has ended, stop what "
+            "starts this process"
         )
 
     # ── messages of the start ───────────────────────────────────────────────────────────────────
@@ -421,14 +409,6 @@ class DirectoryClient:
     def _send(self, message: object) -> None:
         if self._stream is not None:
             self._stream.send(message)
-
-    async def _await(self, kind: type[M]) -> M:
-        try:
-            message = await self._receive()
-        except _DirectoryEndedError as exc:
-            raise self._given_up() from exc
-        assert isinstance(message, kind), message
-        return message
 
     async def _receive(self) -> ToWorker:
         """Return the next message that is no failure, and report which ranks are missing."""
@@ -453,9 +433,6 @@ class DirectoryClient:
         if isinstance(message, wire.Members):
             self.coordinator = message.coordinator
 
-    def _note_numbers(self, entering: wire.Entering) -> None:
-        self.registration, self._worker_id = entering.own, entering.worker_id
-
     async def _enter_again(self, exc: Exception) -> None:
         """Connect to the directory that has taken over, before this worker has entered."""
         while True:
@@ -475,10 +452,9 @@ class DirectoryClient:
                 raise self._given_up() from exc  # no member takes it over
 
     def _resume_message(self) -> wire.Resume:
-        is_member = not self.registration.entry or self._entered.done()
-        own, entries = self.registration, self._view.entries
-        world = self._view.world
-        return wire.Resume(own, self._worker_id, self._key, entries, is_member, world)
+        own, view = self.registration, self._view
+        is_member = not own.entry or self._entered.done()
+        return wire.Resume(own, self._worker_id, self._key, view.entries, is_member, view.world)
 
     async def _next(self, pause: float) -> ToWorker:
         """Return the next message; ask for the missing ranks after `pause` seconds without one."""
@@ -508,11 +484,7 @@ class DirectoryClient:
         self._following = self._loop.create_task(self._follow(node), name=WORLD_TASK)
 
     async def entered(self) -> Sequence[str]:
-        """Wait until all members have added this worker; return those that do not answer.
-
-        Raises:
-            WorldTimeout: if rank 0 has died or does not answer.
-        """
+        """Wait until all members have added this worker; return those that do not answer."""
         await asyncio.wait((self._entered,), timeout=self.remaining() + ANSWER_GRACE)
         if not self._entered.done() or self._entered.cancelled():
             self._entered.cancel()
@@ -550,18 +522,14 @@ class DirectoryClient:
             if isinstance(message, wire.Ended):
                 raise _DirectoryEndedError("another process has replaced this one")
             if isinstance(message, wire.Failed):
-                self._refuse(WorldTimeout(message.text, message.missing or []))
+                if not self._entered.done():  # another worker has the name meanwhile, say
+                    self._entered.set_exception(WorldTimeout(message.text, message.missing or []))
                 raise _DirectoryEndedError(message.text)
             self._hear(message)
             try:
                 self._handle(node, message)
             except Exception:
                 log.exception("%s could not follow a change", self.registration.name)
-
-    def _refuse(self, error: WorldTimeout) -> None:
-        """Let `entered` raise: another worker has the name meanwhile, say."""
-        if not self._entered.done():
-            self._entered.set_exception(error)
 
     async def _watch_directory(self) -> None:
         """Close the connection to a directory that does not answer: it is frozen, or cut off."""
@@ -593,7 +561,9 @@ class DirectoryClient:
             except (OSError, EOFError, ValueError) as exc:
                 node.membership.probe(self.coordinator)
                 is_refused = self._meeting.is_local and isinstance(exc, _REFUSED)
-                if node.registry.is_closed or (is_refused and self._is_lost(node)):
+                keeper = node.members.peers.get(self.coordinator)  # as far as is known yet
+                has_ended = keeper is None or keeper.is_lost or keeper.has_told
+                if node.registry.is_closed or (is_refused and has_ended):
                     return False
                 log.debug("%s: %r", self.registration.name, exc)
                 if not has_warned and not self._meeting.is_movable:
@@ -611,11 +581,6 @@ class DirectoryClient:
                 if old is not None:
                     await old.close()
                 return True
-
-    def _is_lost(self, node: "Node") -> bool:
-        """Return whether the worker that keeps the directory has ended, as far as is known yet."""
-        keeper = node.members.peers.get(self.coordinator)
-        return keeper is None or keeper.is_lost or keeper.has_told
 
     async def _reach(self, node: "Node") -> Stream[ToWorker]:
         """Connect to the directory, wherever it is now, or make it. Raises OSError for now."""
@@ -715,7 +680,12 @@ class DirectoryClient:
 
     async def _judge(self, node: "Node", name: str, worker_id: int) -> None:
         """Tell the directory whether a process is alive, whose name another one wants."""
-        is_alive = node.members.get(name, worker_id) is not None and await _is_alive(node, name)
+        peer, is_alive = node.members.get(name, worker_id), False
+        if peer is not None and node.membership.failure_of(name) is None:  # else it ends now
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(PING_TIMEOUT):
+                    await wrap_future(ping(peer.member.info))
+                is_alive = True
         self._send(wire.Verdict(name, worker_id, is_alive))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
@@ -761,46 +731,38 @@ class DirectoryClient:
             seconds = CANCEL_TIMEOUT if self._following is None else CANCEL_TIMEOUT / 20
             await asyncio.wait((attempt.ended,), timeout=seconds)
             attempt.ended.cancel()
-        if self._is_last():
-            with contextlib.suppress(OSError, ValueError):
-                async with asyncio.timeout(CANCEL_TIMEOUT):
-                    await self._clear_record()
+        with contextlib.suppress(OSError, ValueError):
+            async with asyncio.timeout(CANCEL_TIMEOUT):
+                await self._clear_record()
         await self._disconnect()
 
-    def _is_last(self) -> bool:
-        """Return whether no worker is left that would take the directory over."""
-        if self._node is None or self._server is not None or not self._meeting.is_movable:
-            return False
-        if self._has_exited:  # in order: the directory knows of each end
-            return False
-        return all(each.is_lost or each.has_told for each in self._node.members.peers.values())
-
     async def _clear_record(self) -> None:
-        """Remove the record that its keeper leaves to the worker that takes the directory over.
+        """Remove the record if no worker is left that would take the directory over.
 
-        There is none any more, and the next world at the place would wait for it. The keeper's end
-        and that of this worker have crossed: it may not have closed the record yet.
+        The next world at the place would wait for it. The keeper's end and that of this worker have
+        crossed: it may not have closed the record yet.
         """
-        assert self._node is not None
+        if self._node is None or self._server is not None or not self._meeting.is_movable:
+            return
+        peers = self._node.members.peers
+        # `_has_exited`: in order, so the directory knows of each end.
+        if self._has_exited or not all(each.is_lost or each.has_told for each in peers.values()):
+            return
         while (record := (seen := await self._look()).record) is not None:
-            keeper = self._node.members.peers.get(record.holder)
+            keeper = peers.get(record.holder)
             if keeper is None or not (keeper.is_lost or keeper.has_left):
                 return  # it is of another world
-            if record.is_closed or await self._has_died(record):
+            is_dead = record.is_closed
+            if not is_dead and self._meeting.is_here(record):
+                try:
+                    self._undo(await self._in_thread(partial(self._meeting.dial, record)))
+                except _REFUSED:
+                    is_dead = True
+            if is_dead:
                 await self._in_thread(partial(self._meeting.clear, seen))
             elif keeper.is_lost:  # on another machine: its lease counts
                 return
             await asyncio.sleep(RETRY_INTERVAL)
-
-    async def _has_died(self, record: Record) -> bool:
-        """Return whether the process that has written a record is known to be dead."""
-        if not self._meeting.is_here(record):
-            return False
-        try:
-            self._undo(await self._in_thread(partial(self._meeting.dial, record)))
-        except _REFUSED:
-            return True
-        return False
 
     async def _disconnect(self) -> None:
         if self._stream is not None:  # before the server, which may wait for it
@@ -828,14 +790,3 @@ def _peer_info(member: wire.Member) -> PeerInfo:
         *(own.name, own.rank, member.worker_id, printable(member.address)),
         *(member.device_maps, own.namespace, own.endpoint),
     )
-
-
-async def _is_alive(node: "Node", name: str) -> bool:
-    if node.membership.failure_of(name) is not None:  # its block has failed: it ends now
-        return False
-    try:
-        async with asyncio.timeout(PING_TIMEOUT):
-            await wrap_future(ping(node.members.workers[name].member.info))
-    except Exception:
-        return False
-    return True

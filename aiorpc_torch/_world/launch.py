@@ -7,6 +7,8 @@ the ranks to Slurm. Nothing is read that an argument of `worker()` gives.
 import contextlib
 import itertools
 import os
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -14,7 +16,6 @@ from .._directory.etcd_place import Place, is_etcd_url
 from .._node.config import new_local_url
 from .._port.tls import Tls
 from .._torch.agent import process_worker_id
-from .hostlist import expand_hosts
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """torchrun's variables, by whose names settings are found."""
@@ -45,16 +46,26 @@ def find_setting(name: str) -> Setting:
     """
     if value := os.environ.get(name):
         return Setting(value, name)
-    if found := _setting_of_launcher(name):
-        return found
-    raise ValueError(_missing(name))
+    found: Setting | None = None
+    if is_slurm_task():
+        found = _in_slurm(name)
+    elif _INDEX in os.environ and name == "RANK":
+        found = Setting(os.environ[_INDEX], _INDEX)
+    elif _INDEX in os.environ and name == "MASTER_PORT":
+        found = Setting(str(DEFAULT_PORT), "default")
+    if found is None:
+        raise ValueError(_missing(name))
+    return found
 
 
 def find_number(name: str, given: int | None) -> int:
     """Return `given`, or the number that the environment has for `name` if it is None."""
     if given is not None:
         return given
-    value, source = find_setting(name)
+    return _number(*find_setting(name))
+
+
+def _number(value: str, source: str) -> int:
     try:
         return int(value)
     except ValueError:
@@ -64,12 +75,7 @@ def find_number(name: str, given: int | None) -> int:
 def rank_and_size(
     name: str | None, rank: int | None, world_size: int | None, *, join: bool
 ) -> tuple[int, int]:
-    """Return the given rank and world size or the environment's; -1 for a worker that joins.
-
-    Raises:
-        ValueError: if one is missing, or is given to a worker that joins, or that has no name.
-        RuntimeError: if this process joins, and was in a world before.
-    """
+    """Return the given rank and world size or the environment's; -1 for a worker that joins."""
     if not join:
         return find_number("RANK", rank), find_number("WORLD_SIZE", world_size)
     if name is None:
@@ -91,19 +97,15 @@ def find_port(port: int | None) -> int | None:
     """Return `port`, or AIORPC_TORCH_PORT plus the number of this worker on its host."""
     if port is not None or not os.environ.get(PORT):
         return port
-    base = _number(PORT)
+    base = _number(os.environ[PORT], PORT)
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        if os.environ.get(name) and (name == "LOCAL_RANK" or is_slurm_task()):
-            return base + _number(name)
+        if (local := os.environ.get(name)) and (name == "LOCAL_RANK" or is_slurm_task()):
+            return base + _number(local, name)
     return base
 
 
 def find_tls(tls: Tls | None) -> Tls | None:
-    """Return `tls`, or that of the files which the environment names.
-
-    Raises:
-        ValueError: if some variables are missing, or a file cannot be used.
-    """
+    """Return `tls`, or that of the files which the environment names."""
     if tls is not None or not any(os.environ.get(name) for name in TLS):
         return tls
     if missing := [name for name in TLS if not os.environ.get(name)]:
@@ -111,60 +113,37 @@ def find_tls(tls: Tls | None) -> Tls | None:
     return Tls(*(os.environ[name] for name in TLS))
 
 
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ValueError(f"{name} must be a number, got {os.environ[name]!r}") from None
-
-
 def is_single_host(init_method: str | None, world_size: int) -> bool:
     """Return whether all workers are known to be on this machine."""
-    return init_method is None and (world_size == 1 or _local_size() == str(world_size))
+    if init_method is not None or world_size == 1:
+        return init_method is None
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, for the world of its environment
+    if not local_size and is_slurm_task() and not os.environ.get("MASTER_ADDR"):
+        with contextlib.suppress(ValueError):
+            if len(_first_hosts()) == 1 and (tasks := _in_slurm("WORLD_SIZE")):
+                local_size = tasks.value
+    return local_size == str(world_size)
 
 
 def meeting_url(init_method: str | None, world_size: int) -> str:
     """Return the URL at which the workers find rank 0, as torch's `init_method`."""
     if init_method not in (None, "env://"):
-        return _checked_url(init_method)
+        if not isinstance(init_method, str):
+            raise TypeError(f"init_method must be a str such as file:///path, got {init_method!r}")
+        if is_etcd_url(init_method):
+            Place.parse(init_method)  # raises
+            return init_method
+        url = urlsplit(init_method)
+        if url.scheme not in ("file", "unix") and (url.scheme != "tcp" or url.port is None):
+            expected = "tcp://host:port, file:///path, etcd://host:port/name or env://"
+            raise ValueError(f"init_method must be {expected}, got {init_method!r}")
+        return init_method
     if world_size == 1:  # whatever is in the environment: none is to be met
         return new_local_url()
     host, port = find_setting("MASTER_ADDR"), find_number("MASTER_PORT", None)
     if all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         return "env://"  # torchrun's own store may be there
     return f"tcp://[{host.value}]:{port}" if ":" in host.value else f"tcp://{host.value}:{port}"
-
-
-def _checked_url(init_method: str) -> str:
-    if not isinstance(init_method, str):
-        raise TypeError(f"init_method must be a str such as file:///path, got {init_method!r}")
-    if is_etcd_url(init_method):
-        Place.parse(init_method)
-        return init_method
-    url = urlsplit(init_method)
-    if not (url.scheme in ("file", "unix") or (url.scheme == "tcp" and url.port is not None)):
-        expected = "tcp://host:port, file:///path, etcd://host:port/name or env://"
-        raise ValueError(f"init_method must be {expected}, got {init_method!r}")
-    return init_method
-
-
-def _local_size() -> str | None:
-    """Return the number of workers on this machine, None if it is unknown."""
-    local_size = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, for the world of its environment
-    if local_size or not is_slurm_task() or os.environ.get("MASTER_ADDR"):
-        return local_size
-    with contextlib.suppress(ValueError):
-        if len(_first_hosts()) == 1 and (tasks := _in_slurm("WORLD_SIZE")):
-            return tasks.value
-    return None
-
-
-def _setting_of_launcher(name: str) -> Setting | None:
-    if is_slurm_task():
-        return _in_slurm(name)
-    if _INDEX in os.environ:
-        return _in_kubernetes(name)
-    return None
 
 
 def _missing(name: str) -> str:
@@ -209,8 +188,12 @@ def _in_slurm(name: str) -> Setting | None:
             first, *others = _first_hosts()
             # One node needs only its loopback interface, which no other machine reaches.
             return Setting(first if others else "localhost", "SLURM_STEP_NODELIST")
-        case _:
-            return _slurm_port()
+        case _:  # a port that differs between steps, also of other jobs, which may share a node
+            job, step = (os.environ.get(each, "") for each in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+            if not job.isdecimal():
+                return Setting(str(DEFAULT_PORT), "default")
+            number = int(job) * _PORTS_OF_A_JOB + (int(step) if step.isdecimal() else 0)
+            return Setting(str(_FIRST_PORT + number % _PORTS), "SLURM_JOB_ID and SLURM_STEP_ID")
 
 
 def _first_hosts() -> list[str]:
@@ -221,13 +204,39 @@ def _first_hosts() -> list[str]:
         raise ValueError(f"SLURM_STEP_NODELIST {exc}; set MASTER_ADDR") from None
 
 
-def _slurm_port() -> Setting:
-    """Return a port that differs between steps, also of other jobs, which may share a node."""
-    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    if not job.isdecimal():
-        return Setting(str(DEFAULT_PORT), "default")
-    number = int(job) * _PORTS_OF_A_JOB + (int(step) if step.isdecimal() else 0)
-    return Setting(str(_FIRST_PORT + number % _PORTS), "SLURM_JOB_ID and SLURM_STEP_ID")
+# Slurm's lists of hosts: `node[03-05,9],gpu1` means node03, node04, node05, node9 and gpu1.
+_NUMBERS = r"[0-9]+(?:-[0-9]+)?"
+_BRACKET = re.compile(rf"\[({_NUMBERS}(?:,{_NUMBERS})*)\]")
+_HOST = re.compile(rf"(?:[^\s\[\],]|{_BRACKET.pattern})+")
+_LIST = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """Return the hosts of a list, in Slurm's order: of several brackets the last runs fastest."""
+    ranges = (each for numbers in _BRACKET.findall(text) for each in _ranges(numbers))
+    if not _LIST.fullmatch(text) or any(first > last for first, last, _ in ranges):
+        raise ValueError(f"must be a list of hosts such as node[03-05,9],gpu1, got {text!r}")
+    names = (match[0] for match in _HOST.finditer(text))
+    return itertools.chain.from_iterable(map(_expand, names))
+
+
+def _ranges(numbers: str) -> Iterator[tuple[int, int, int]]:
+    """Yield first and last number, and width, of the ranges in a bracket."""
+    for part in numbers.split(","):
+        first, _, last = part.partition("-")
+        yield int(first), int(last or first), len(first)
+
+
+def _expand(host: str) -> Iterator[str]:
+    """Yield lazily: a range may be far longer than what its reader needs."""
+    bracket = _BRACKET.search(host)
+    if bracket is None:
+        yield host
+        return
+    for first, last, width in _ranges(bracket[1]):
+        for number in range(first, last + 1):
+            for rest in _expand(host[bracket.end() :]):
+                yield f"{host[: bracket.start()]}{number:0{width}}{rest}"
 
 
 # ── Kubernetes ──────────────────────────────────────────────────────────────────────────────────
@@ -243,13 +252,3 @@ _MANIFEST = {
         'index 0 behind a headless service: {name: MASTER_ADDR, value: "JOB-0.SERVICE"}'
     ),
 }
-
-
-def _in_kubernetes(name: str) -> Setting | None:
-    match name:
-        case "RANK":
-            return Setting(os.environ[_INDEX], _INDEX)
-        case "MASTER_PORT":
-            return Setting(str(DEFAULT_PORT), "default")
-        case _:
-            return None

@@ -104,7 +104,7 @@ class _WorldInThread(contextlib._GeneratorContextManager[W]):
 
 def _refuse_attribute(manager: Any, name: str, block: str, entry: str) -> NoReturn:
     remedy = ""
-    if not name.startswith("_") and name not in _OF_CONTEXT_MANAGERS:
+    if not name.startswith("_") and name not in ("args", "kwds", "func", "gen"):
         made = manager.gen.__name__
         remedy = (
             f", which is of its worker: write `{block.format(made)} as me`, or in a notebook "
@@ -112,8 +112,6 @@ def _refuse_attribute(manager: Any, name: str, block: str, entry: str) -> NoRetu
         )
     raise no_attribute(manager, name, remedy)
 
-
-_OF_CONTEXT_MANAGERS = ("args", "kwds", "func", "gen")
 
 _MISTAKES = (TypeError, ValueError, RuntimeError, RpcError)
 """What a start raises for wrong arguments, in a process that is in a world already, or for workers

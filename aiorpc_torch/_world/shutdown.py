@@ -71,7 +71,9 @@ class Shutdown:
     async def run(self, failure: str) -> None:
         """Shut down to the end; a cancellation only ends the wait for peers."""
         # Peers have heard that it left in order: what ends its block later is its own affair.
-        self.failure = "" if self._has_left() else failure
+        left = self._leaving
+        has_left = left is not None and left.done() and not (left.cancelled() or left.exception())
+        self.failure = "" if has_left else failure
         waiting = asyncio.create_task(self._wait_for_peers())
         await run_to_end(asyncio.create_task(self._close(waiting)), waiting.cancel)
 
@@ -91,12 +93,6 @@ class Shutdown:
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave_alone(), name="aiorpc-leave")
         await asyncio.shield(self._leaving)
-
-    def _has_left(self) -> bool:
-        leaving = self._leaving
-        if leaving is None or not leaving.done() or leaving.cancelled():
-            return False
-        return leaving.exception() is None
 
     async def _leave_alone(self) -> None:
         self.node.leaves_alone = True
@@ -139,17 +135,13 @@ class Shutdown:
         await self.node.server.created.close(limit)
         if not self.failure:
             await self._close_together(leaving)
-        await self._stop_torch()
-        await self._in_thread(STOP_TIMEOUT, free_dead_thread_states)
-
-    async def _stop_torch(self) -> None:
         if await self._in_thread(STOP_TIMEOUT, self.agent.stop):
             await self.node.server.handle_last_messages()  # while the agent exists
             await self._in_thread(STOP_TIMEOUT, self.agent.release)
         elif is_running():
-            log.error(
-                "torch's RPC of %s did not stop within %g s", self.node.members.name, STOP_TIMEOUT
-            )
+            name = self.node.members.name
+            log.error("torch's RPC of %s did not stop within %g s", name, STOP_TIMEOUT)
+        await self._in_thread(STOP_TIMEOUT, free_dead_thread_states)
 
     async def _close_connections(self) -> None:
         ended = await asyncio.gather(
@@ -182,16 +174,14 @@ class Shutdown:
         lost, told = members.lost(), members.told()
         left = {peer for peer in self.node.departures.left() if not told.get(peer)}
         leaving = [peer for peer in members.peers if peer in left and peer not in lost]
-        awaited = [peer for peer in members.peers if peer not in leaving and peer not in left]
-        rest = [f"{peer} ({self._state_of(peer)})" for peer in awaited]
+        known_lost, rest = self.node.departures.lost(), list[str]()
+        for peer in members.peers:
+            if peer not in leaving and peer not in left:
+                state = "lost" if peer in known_lost else "has not left"
+                rest.append(f"{peer} ({'failed' if told.get(peer) else state})")
         if rest and not self.failure:
             log.warning("%s did not wait for %s", members.name, ", ".join(rest))
         return [members.peers[peer].rank for peer in leaving]
-
-    def _state_of(self, peer: str) -> str:
-        if self.node.members.told().get(peer):
-            return "failed"
-        return "lost" if peer in self.node.departures.lost() else "has not left"
 
     async def _in_thread(self, seconds: float, step: Callable[[], Any]) -> bool:
         """Run `step` in a thread; return whether it ended in time."""

@@ -1,74 +1,133 @@
 """A worker's start: it registers, starts torch's RPC and learns its peers' addresses.
 
 Every wait here has a timeout.
+
+torch checks device maps where `init_rpc` starts a world. This library starts its agents one by one
+and checks the maps itself, once all workers are known: each worker in the same way.
+
+With one port for each worker torch's RPC listens on the loopback interface alone, and reaches
+workers on other hosts by tunnels between the ports. (tests/network/test_one_port.py)
 """
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+import torch
+
+from .._aio.blocking import Blocked, BlockingCall
+from .._aio.host import network_namespace
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._directory.directory_messages import Entering
-from .._directory.registration import assign_worker_ids
+from .._directory.registration import Registration, assign_worker_ids
 from .._node.config import WorkerConfig
 from .._port import network
+from .._port.port import Port
+from .._port.tunnels import Tunnels
 from .._torch.agent import Agent, PeerInfo, channel_names
 from .._torch.devices import DeviceRoutes, NamedDeviceMaps
 from .._torch.transport import ping, wrap_future
-from .device_maps import resolve_device_maps
-from .directory_client import DirectoryClient
-from .one_port import OnePort, channels_at_port
-from .start_steps import start_step
+from ..errors import WorldTimeout
+from .directory_client import MIN_STEP, DirectoryClient
 
 log = logging.getLogger("aiorpc_torch")
 
-UseRoutes = Callable[[DeviceRoutes], None]
-"""A callback for the devices that tensors may be on."""
+T = TypeVar("T")
 
 CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
 ALL_TO_ALL = 16  # workers up to which each one reaches every other at the start
 REACH_TIMEOUT = 10.0  # seconds to reach peers, at most
 PING_GRACE = 0.5  # seconds beyond the timeout of the start for a ping
+_CHANNELS = ("cuda_ipc", "cma", "cuda_basic", "basic")  # in TensorPipe's order
 
 
+async def start_step(step: Callable[[], T], timeout: float, left: float | None = None) -> T:
+    """Run a step of a start in a thread: it reads files or looks up names, perhaps without end.
+
+    Of the `timeout` of the start there are `left` seconds left, by default all.
+    """
+    call = BlockingCall(step, "a step of the start does not end")
+    try:
+        return await call.result(max(timeout if left is None else left, MIN_STEP))
+    except Blocked as exc:
+        raise WorldTimeout(f"no world within {timeout:g} s: {exc}") from exc
+
+
+def host_of_port(interface: str | None, rank_0: str | None) -> str:
+    """Return the address to listen at: of the interface, else of the one towards rank 0's host."""
+    interface = interface or network.interface_towards(rank_0)
+    return network.own_address(interface) or network.loopback_address()
+
+
+def channels_at_port(given: Sequence[str] | None) -> list[str]:
+    """Return TensorPipe's channels, of those `given`, that need no further ports nor networks."""
+    has_cuda = torch.version.cuda is not None  # else torch does not know the channels for it
+    known = [each for each in _CHANNELS if has_cuda or not each.startswith("cuda")]
+    return [each for each in known if given is None or each in given]
+
+
+class OnePort:
+    """The port of a worker, which listens at `host`, and the tunnels to others."""
+
+    def __init__(self, config: WorkerConfig, host: str) -> None:
+        if config.tls is not None:
+            config.tls.check()
+        self.port = Port(host, config.port or 0, config.tls, config.heartbeat)
+        self._tunnels = Tunnels(self.port)
+        self._namespace = network_namespace()
+
+    def registration(self, own: Registration) -> Registration:
+        """Return the registration of this worker, with its port."""
+        is_secure = self.port.tls is not None
+        return replace(own, endpoint=self.port.endpoint, is_secure=is_secure)
+
+    def address_of(self, peer: PeerInfo) -> str:
+        """Return the address at which torch's RPC of this process reaches a peer."""
+        if peer.namespace and peer.namespace == self._namespace:
+            return peer.address
+        return self._tunnels.open(peer.name, peer.endpoint, peer.address)
+
+    def forget(self, peer: PeerInfo) -> None:
+        """Close the tunnel to a peer, whose process has ended."""
+        self._tunnels.close(peer.name)
+
+    def failure(self, peer: str) -> str:
+        """Return why a peer was not reached, "" if that is unknown."""
+        return self._tunnels.failure(peer)
+
+
+@dataclass(eq=False)
 class Startup:
-    """The start of one worker. `use_routes` is called before torch's RPC starts."""
+    """The start of one worker. `use_routes` takes the devices that tensors may be on."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        directory: DirectoryClient,
-        use_routes: UseRoutes,
-        one_port: OnePort | None = None,
-    ) -> None:
-        self._config = config
-        self._directory = directory
-        self._use_routes = use_routes
-        self._one_port = one_port
-        self._interface = config.interface
-        self._starting: asyncio.Future[None] | None = None
-        self._agent: Agent | None = None  # set once torch's RPC runs
+    config: WorkerConfig
+    directory: DirectoryClient
+    use_routes: Callable[[DeviceRoutes], None]
+    one_port: OnePort | None = None
+    _interface: str | None = None
+    _starting: asyncio.Future[None] | None = None
+    _agent: Agent | None = None  # set once torch's RPC runs
 
     async def run(self) -> tuple[Agent, list[PeerInfo]]:
         """Start torch's RPC, and return its agent and the members of the world in rank order.
 
         After a failure torch's RPC is stopped.
-
-        Raises:
-            WorldTimeout, ValueError: as `worker`.
         """
         try:
             return await self._run()
         except BaseException as exc:
             if isinstance(exc, asyncio.CancelledError):
-                self._directory.give_up()
+                self.directory.give_up()
             await run_to_end(asyncio.create_task(self._cancel()))
             raise
 
     async def _run(self) -> tuple[Agent, list[PeerInfo]]:
-        directory, config = self._directory, self._config
+        directory, config = self.directory, self.config
         maps = await self._register_and_start()
         assert self._agent is not None
         # A joining worker is added by all: it need not be reached before.
@@ -76,7 +135,7 @@ class Startup:
         members = await directory.publish(self._agent.address, maps, is_reached)
         for member in members:
             self._agent.add_peer(member)
-        self._use_routes(self._agent.routes)
+        self.use_routes(self._agent.routes)
         if not is_reached:
             missing = await self._unreachable(members)
             text = self._unreachable_text(missing) if missing else ""
@@ -85,19 +144,18 @@ class Startup:
 
     async def _register_and_start(self) -> NamedDeviceMaps:
         """Register, start torch's RPC, and return this worker's device maps."""
-        directory = self._directory
+        directory = self.directory
         answer = await directory.register()
-        registrations = answer.registrations
-        own, worker_id = directory.registration, 0
+        registrations, own = answer.registrations, directory.registration
         if isinstance(answer, Entering):
-            own, worker_id = answer.own, answer.worker_id
+            worker_id = answer.worker_id
         else:
             worker_id = assign_worker_ids(registrations)[own.rank]
         every = resolve_device_maps(registrations, own.name)
         maps = {each.name: of for each, of in zip(registrations, every, strict=True)}
         is_first = all(each.worker_id is None for each in registrations)
         self._interface = await start_step(
-            self._find_interface, self._config.start_timeout, directory.remaining()
+            self._find_interface, self.config.start_timeout, directory.remaining()
         )
         step = lambda: self._start_agent(worker_id, maps, first_world=is_first)  # noqa: E731
         self._starting = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
@@ -108,11 +166,11 @@ class Startup:
     def _start_agent(
         self, worker_id: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
     ) -> None:
-        config, interface = self._config, self._interface
+        config, interface = self.config, self._interface
         channels = channel_names(config.channels)
-        self._use_routes(DeviceRoutes.for_worker(config.name, maps))
+        self.use_routes(DeviceRoutes.for_worker(config.name, maps))
         log.info("%s uses %s", config.name, network.describe(interface))
-        if (one_port := self._one_port) is not None:
+        if (one_port := self.one_port) is not None:
             interface = network.loopback_only()
             channels = channels_at_port(channels)
         with network.interface_env(interface):
@@ -127,7 +185,10 @@ class Startup:
                 routes=one_port,
             )
         if one_port is not None:
-            one_port.port.torch = _address(self._agent.address)
+            url = urlsplit(self._agent.address)
+            assert url.hostname is not None
+            assert url.port is not None
+            one_port.port.torch = url.hostname, url.port
 
     async def _cancel(self) -> None:
         if self._starting is not None:
@@ -138,8 +199,8 @@ class Startup:
 
     def _find_interface(self) -> str | None:
         """Return the interface for torch's RPC, None for what this machine's name resolves to."""
-        found = self._config.interface or network.interface_towards(self._directory.host)
-        if found is None and self._one_port is None:
+        found = self.config.interface or network.interface_towards(self.directory.host)
+        if found is None and self.one_port is None:
             network.look_up_own_name()  # before torch does, which names nothing
         return found
 
@@ -147,13 +208,13 @@ class Startup:
 
     async def _unreachable(self, members: Sequence[PeerInfo]) -> list[PeerInfo]:
         """Connect with `peers_to_reach`, and return the peers that are not reached."""
-        others = (peer for peer in members if peer.name != self._config.name)
+        others = (peer for peer in members if peer.name != self.config.name)
         # Of all peers: the first message to one without a route would end this process.
         if no_route := [peer for peer in others if not network.has_route(peer.address)]:
             return no_route
-        peers = peers_to_reach(members, self._directory.registration.rank)
+        peers = peers_to_reach(members, self.directory.registration.rank)
         pings = [wrap_future(ping(peer.info)) for peer in peers]
-        timeout = min(REACH_TIMEOUT, self._directory.remaining() + PING_GRACE)
+        timeout = min(REACH_TIMEOUT, self.directory.remaining() + PING_GRACE)
         await asyncio.wait(pings, timeout=timeout)
         missing = [
             peer
@@ -165,17 +226,16 @@ class Startup:
         return missing
 
     def _unreachable_text(self, missing: Sequence[PeerInfo]) -> str:
-        peers = ", ".join(map(self._describe, missing))
+        peers = []
+        for peer in missing:
+            reason = "" if self.one_port is None else self.one_port.failure(peer.name)
+            text = f"{peer.name!r} at {peer.endpoint or peer.address}"
+            peers.append(f"{text} ({reason})" if reason else text)
         return (
-            f"all workers registered, but {self._config.name!r} does not reach {peers}. "
+            f"all workers registered, but {self.config.name!r} does not reach {', '.join(peers)}. "
             f"This worker uses {network.describe(self._interface)}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
-
-    def _describe(self, peer: PeerInfo) -> str:
-        text = f"{peer.name!r} at {peer.endpoint or peer.address}"
-        reason = "" if self._one_port is None else self._one_port.failure(peer.name)
-        return f"{text} ({reason})" if reason else text
 
 
 def peers_to_reach(members: Sequence[PeerInfo], own_rank: int) -> list[PeerInfo]:
@@ -198,9 +258,70 @@ def peers_to_reach(members: Sequence[PeerInfo], own_rank: int) -> list[PeerInfo]
     return [members[(own + distance) % size] for distance in distances]
 
 
-def _address(url: str) -> tuple[str, int]:
-    """Return address and port in an address of torch's."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port
+# ── device maps ─────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve_device_maps(
+    registrations: Sequence[Registration], entering: str = ""
+) -> list[NamedDeviceMaps]:
+    """Return every worker's device maps, in order; "auto" becomes the same index on both sides.
+
+    torch takes a worker's own maps at its start. So a first worker has a map for one that joins
+    later only if it names that one; with "auto" it has none. Of those that joined, only the maps of
+    this worker, which is `entering`, are checked, and those for it.
+
+    The work is linear in the workers and in the maps. With "auto" the first workers that have as
+    many devices share their maps; one that has joined has its own.
+    """
+    counts = {each.name: each.devices for each in registrations}
+
+    @functools.cache
+    def auto(devices: int, last_joined: int) -> NamedDeviceMaps:
+        known = (each for each in registrations if not each.joined or each.rank <= last_joined)
+        return {
+            each.name: {f"cuda:{n}": f"cuda:{n}" for n in range(min(devices, each.devices))}
+            for each in known
+            if devices and each.devices
+        }
+
+    found = []
+    for each in registrations:
+        if isinstance(each.device_maps, str):  # valid: both sides have these devices
+            found.append(auto(each.devices, each.rank if each.joined else -1))
+            continue
+        for peer, devices in each.device_maps.items():
+            if not each.joined or entering in (each.name, peer):
+                _check(each, peer, devices, counts, is_own=each.name == entering)
+        found.append(each.device_maps)
+    return found
+
+
+def _check(
+    registration: Registration,
+    peer: str,
+    devices: Mapping[str, str],
+    counts: Mapping[str, int],
+    *,
+    is_own: bool,
+) -> None:
+    worker, mapped = registration.name, dict[str, str]()
+    # A first worker may have a map for one that joins later.
+    if peer not in counts and (registration.joined or is_own):
+        text = (
+            f"worker {worker!r} has a device map for {peer!r}, which is not a worker of this "
+            f"world: {', '.join(counts)}"
+        )
+        if registration.joined:
+            raise ValueError(text)
+        log.warning("%s. It counts once %r joins", text, peer)
+    for own, theirs in devices.items():
+        entry = f"worker {worker!r} maps its {own} to {theirs} of {peer!r}"
+        for owner, device in ((worker, own), (peer, theirs)):
+            if (count := counts.get(owner)) is not None and torch.device(device).index >= count:
+                has = f"{count or 'no'} CUDA device{'s' * (count != 1)}"
+                raise ValueError(f"{entry}, but {owner!r} has {has}")
+        if theirs in mapped:
+            raise ValueError(
+                f"{entry}, and its {mapped[theirs]} too: map each device to a different one"
+            )
+        mapped[theirs] = own

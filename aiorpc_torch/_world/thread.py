@@ -37,9 +37,9 @@ class WorkerThread(Generic[W]):
         worker: what the world yields to `async with`.
     """
 
-    def __init__(self, worker: W, waits: "_Waits") -> None:
+    def __init__(self, worker: W, thread: "_WorldThread[Any]") -> None:
         self.worker = worker
-        self._waits = waits
+        self._thread = thread
 
     def __repr__(self) -> str:
         return f"<in a thread: {self.worker!r}>"
@@ -84,17 +84,20 @@ class WorkerThread(Generic[W]):
                 "run() takes an awaitable, or a function and its arguments, and iterate() a "
                 f"stream: {what!r}"
             )
-        if asyncio.isfuture(what) and what.get_loop() is not self._waits.loop:
+        if asyncio.isfuture(what) and what.get_loop() is not self._thread.loop:
             raise RuntimeError(
                 "run() got a future of another event loop: make the calls in an `async def "
                 "main()`, which may `gather` them, and write `run(main)`"
             )
         running = _awaited(what, args)
         try:
-            return self._waits.run(running)
+            return self._thread.run(running)
         finally:
             if inspect.getcoroutinestate(running) == inspect.CORO_CREATED:
-                _close(running, what)  # they would warn that they were never awaited
+                for each in (running, what):  # they would warn that they were never awaited
+                    if isinstance(each, Coroutine):
+                        with contextlib.suppress(ValueError):  # it starts now, in the other thread
+                            each.close()
 
     def iterate(self, stream: AsyncIterable[T]) -> Iterator[T]:
         """Return an iterator of the items of a stream: a remote one, a map, `changes()`, versions.
@@ -111,175 +114,52 @@ class WorkerThread(Generic[W]):
         """
         if not isinstance(stream, AsyncIterable):
             raise TypeError(f"iterate() takes what `async for` takes, got {stream!r}")
-        return self._items(stream)
-
-    def _items(self, stream: AsyncIterable[T]) -> Iterator[T]:
-        reader = _StreamReader(stream, self._waits)
-        try:
-            is_over = False
-            while not is_over:
-                items, is_over, failure = reader.read()
-                yield from items
-                if failure is not None:
-                    raise failure
-        finally:
-            reader.close()
+        return _items(stream, self._thread)
 
 
-async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
-    with timeout(seconds_left()):
-        found = what(*args) if callable(what) else what
-        return await found if inspect.isawaitable(found) else found
-
-
-def _close(*never_run: Any) -> None:
-    for each in never_run:
-        if isinstance(each, Coroutine):
-            with contextlib.suppress(ValueError):  # it starts now, in the other thread
-                each.close()
-
-
-class _Waits:
-    """Waits of other threads for the loop of a world. They end when the world has ended."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.failure: BaseException | None = None  # that has ended the world
-        self._is_ending = False  # what runs is cancelled from now on
-        self._lock = threading.Lock()
-        self._futures: set[concurrent.futures.Future[Any]] | None = set()  # None: the loop is over
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in a task of the loop, and return its result. In another thread."""
-        future: concurrent.futures.Future[T] = self.future()
-        tasks: list[asyncio.Task[None]] = []
-        call_soon(self.loop, self._start, coroutine, future, tasks)
-        return self.wait(future, lambda: [task.cancel() for task in tasks])
-
-    def future(self) -> "concurrent.futures.Future[Any]":
-        """Return a future that the loop's thread completes, at the latest when the loop is over."""
-        check_not_forked()
-        if asyncio._get_running_loop() is self.loop:
-            raise RuntimeError(
-                "run() and iterate() would block their own event loop: use `await` there"
-            )
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        with self._lock:
-            if self._futures is None:
-                raise self._left() from self.failure
-            self._futures.add(future)
-        return future
-
-    def wait(self, future: "concurrent.futures.Future[T]", cancel: Callable[[], object]) -> T:
-        """Wait for a future; if something else ends the wait (Ctrl-C), cancel what runs for it."""
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                call_soon(self.loop, cancel)
-            raise
-        finally:
-            with self._lock:
-                if self._futures is not None:
-                    self._futures.discard(future)
-
-    # ── in the thread of the loop ───────────────────────────────────────────────────────────────
-
-    def _start(
-        self,
-        coroutine: Coroutine[Any, Any, Any],
-        future: "concurrent.futures.Future[Any]",
-        tasks: "list[asyncio.Task[None]]",
-    ) -> None:
-        if not self.refuses(future):
-            tasks.append(self.loop.create_task(self.complete(future, coroutine), name="aiorpc-run"))
-
-    def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
-        """Fail a future, and return True, if the world has ended: nothing starts any more."""
-        if self._is_ending:
-            future.set_exception(self._left())
-        return self._is_ending
-
-    async def complete(
-        self, future: "concurrent.futures.Future[Any]", coroutine: Coroutine[Any, Any, Any]
-    ) -> None:
-        """Complete a future with what a coroutine returns or raises, whatever it raises."""
-        try:
-            result = await coroutine
-        except BaseException as exc:
-            is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
-            exc.__traceback__ = behind_own_frames(exc.__traceback__)
-            future.set_exception(self._left() if is_end else exc)
-        else:
-            future.set_result(result)
-
-    def begin_end(self) -> None:
-        """Note that the world has ended: what still runs is cancelled next."""
-        self._is_ending = True
-
-    def close(self, failure: BaseException | None) -> None:
-        """Fail what still waits: the loop is over."""
-        self.failure = failure
-        with self._lock:
-            futures, self._futures = self._futures or (), None
-        for each in futures:
-            if not each.done():
-                each.set_exception(self._left())
-
-    def _left(self) -> NotInWorld:
-        return NotInWorld("the block of in_thread() was left")
-
-
-class _StreamReader:
-    """The reader of a stream, for another thread. One task runs the stream, step by step.
+def _items(stream: AsyncIterable[T], thread: "_WorldThread[Any]") -> Iterator[T]:
+    """Yield the items of a stream, which one task runs, step by step.
 
     So what an asynchronous generator enters, it leaves in the same task and context.
     """
+    task: asyncio.Task[None] | None = None
+    asked: asyncio.Queue[tuple[concurrent.futures.Future[Step], float | None] | None]
+    asked = asyncio.Queue()
 
-    def __init__(self, stream: AsyncIterable[Any], waits: _Waits) -> None:
-        self._stream = stream
-        self._waits = waits
-        self._task: asyncio.Task[None] | None = None
-        self._asked: asyncio.Queue[tuple[concurrent.futures.Future[Step], float | None] | None]
-        self._asked = asyncio.Queue()
-
-    def read(self) -> Step:
-        """Return the next items, in the deadline of this thread."""
-        future: concurrent.futures.Future[Step] = self._waits.future()
-        call_soon(self._waits.loop, self._ask, future, seconds_left())
-        return self._waits.wait(future, self._cancel)
-
-    def close(self) -> None:
-        """Close the stream. Not awaited: the collector of garbage may do this in any thread."""
-        call_soon(self._waits.loop, self._asked.put_nowait, None)
-
-    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
-
-    def _ask(self, future: "concurrent.futures.Future[Step]", seconds: float | None) -> None:
-        if self._waits.refuses(future):
-            return
-        if self._task is None:  # the context is that of the reading thread
-            self._task = self._waits.loop.create_task(self._run(), name="aiorpc-iterate")
-        self._asked.put_nowait((future, seconds))
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
+    async def run() -> None:
         iterator: Any = None
         try:
-            while (asked := await self._asked.get()) is not None:
-                future, seconds = asked
+            while (step := await asked.get()) is not None:
                 if iterator is None:
-                    iterator = aiter(self._stream)  # a remote stream is sent now
-                await self._waits.complete(future, _next_items(iterator, seconds))
-                if future.exception() is not None or future.result()[1]:
+                    iterator = aiter(stream)  # a remote stream is sent now
+                await thread.complete(step[0], _next_items(iterator, step[1]))
+                if step[0].exception() is not None or step[0].result()[1]:
                     return
         finally:
             if hasattr(iterator, "aclose"):
                 with contextlib.suppress(Exception):
                     await iterator.aclose()
+
+    def ask(future: "concurrent.futures.Future[Step]", seconds: float | None) -> None:
+        nonlocal task
+        if not thread.refuses(future):
+            if task is None:  # the context is that of the reading thread
+                task = thread.loop.create_task(run(), name="aiorpc-iterate")
+            asked.put_nowait((future, seconds))
+
+    try:
+        is_over = False
+        while not is_over:
+            future: concurrent.futures.Future[Step] = thread.future()
+            call_soon(thread.loop, ask, future, seconds_left())
+            items, is_over, failure = thread.wait(
+                future, lambda: task is not None and task.cancel()
+            )
+            yield from items
+            if failure is not None:
+                raise failure
+    finally:  # not awaited: the collector of garbage may do this in any thread
+        call_soon(thread.loop, asked.put_nowait, None)
 
 
 async def _next_items(iterator: Any, seconds: float | None) -> Step:
@@ -296,6 +176,12 @@ async def _next_items(iterator: Any, seconds: float | None) -> Step:
     except Exception as exc:
         return items, True, exc
     return items, False, None
+
+
+async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
+    with timeout(seconds_left()):
+        found = what(*args) if callable(what) else what
+        return await found if inspect.isawaitable(found) else found
 
 
 @thread_manager
@@ -326,56 +212,66 @@ def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]
             "in_thread() takes a world that is not entered, as in `with in_thread(local_world()) "
             f"as me:`, got {world!r}"
         )
-    running = _Running(world)
-    me = running.entered()
+    running = _WorldThread(world)
+    worker = running.entered()
     try:
         with forks_exit_here():
-            yield me
+            yield WorkerThread(worker, running)
     except BaseException as exc:
         trace = exc.__traceback__
         running.leave(exc)
         exc.__traceback__ = trace  # without what the thread has added
         raise
     running.leave()
-    if me._waits.failure is not None:
-        raise me._waits.failure
+    if running.failure is not None:
+        raise running.failure
 
 
-class _Running(Generic[W]):
-    """A world in a thread, from its entry to its end.
+class _WorldThread(Generic[W]):
+    """A world in a thread, from its entry to its end, and the waits of other threads for its loop.
 
     Not anyio's portal, which opens a scope: from the first scope of a process on, each call has to
     ask for deadlines (`_aio.deadlines`).
     """
 
+    loop: asyncio.AbstractEventLoop  # once it runs
+
     def __init__(self, world: AbstractAsyncContextManager[W]) -> None:
         self._world = world
         self._left = asyncio.Event()  # set on the thread's loop
         self._error: BaseException | None = None  # of the block
-        self._waits: _Waits | None = None
+        self.failure: BaseException | None = None  # that has ended the world
+        self._is_ending = False  # the world has ended: what still runs is cancelled next
+        self._lock = threading.Lock()
+        self._futures: set[concurrent.futures.Future[Any]] | None = set()  # None: the loop is over
         self._task: concurrent.futures.Future[asyncio.Task[None]] = concurrent.futures.Future()
-        self._entered: concurrent.futures.Future[WorkerThread[W]] = concurrent.futures.Future()
+        self._entered: concurrent.futures.Future[W] = concurrent.futures.Future()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aiorpc-world", daemon=True)
         self._thread.start()
 
-    def entered(self) -> WorkerThread[W]:
-        """Wait until the world is entered. Ctrl-C cancels that."""
-        try:
-            return self._entered.result()
-        except BaseException:
-            self._cancel()
-            self._join()
-            raise
+    def entered(self) -> W:
+        """Wait until the world is entered; return its worker."""
+        return self._join_if_interrupted(self._entered.result)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the world, in order or as one whose own block has raised; wait for its end."""
         self._error = error
-        try:
+
+        def end() -> None:
             call_soon(self._task.result().get_loop(), self._left.set)
             self._join()
-        except BaseException:  # Ctrl-C
-            self._cancel()
+
+        self._join_if_interrupted(end)
+
+    def _join_if_interrupted(self, step: Callable[[], T]) -> T:
+        """Return `step()`; what interrupts it, as Ctrl-C does, cancels the world."""
+        try:
+            return step()
+        except BaseException:
+            with contextlib.suppress(Exception):  # no loop could be made
+                task = self._task.result()
+                call_soon(task.get_loop(), task.cancel)
             self._join()
             raise
 
@@ -384,40 +280,98 @@ class _Running(Generic[W]):
         self._is_over.wait()
         self._thread.join()
 
-    def _cancel(self) -> None:
-        with contextlib.suppress(Exception):  # no loop could be made
-            task = self._task.result()
-            call_soon(task.get_loop(), task.cancel)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in a task of the loop, and return its result. In another thread."""
+        future: concurrent.futures.Future[T] = self.future()
+        tasks: list[asyncio.Task[None]] = []
+
+        def start() -> None:
+            if not self.refuses(future):
+                running = self.complete(future, coroutine)
+                tasks.append(self.loop.create_task(running, name="aiorpc-run"))
+
+        call_soon(self.loop, start)
+        return self.wait(future, lambda: [task.cancel() for task in tasks])
+
+    def future(self) -> "concurrent.futures.Future[Any]":
+        """Return a future that the loop's thread completes, at the latest when the loop is over."""
+        check_not_forked()
+        if asyncio._get_running_loop() is self.loop:
+            raise RuntimeError(
+                "run() and iterate() would block their own event loop: use `await` there"
+            )
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._futures is None:
+                raise self._gone() from self.failure
+            self._futures.add(future)
+        return future
+
+    def wait(self, future: "concurrent.futures.Future[T]", cancel: Callable[[], object]) -> T:
+        """Wait for a future; if something else ends the wait (Ctrl-C), cancel what runs for it."""
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                call_soon(self.loop, cancel)
+            raise
+        finally:
+            with self._lock:
+                if self._futures is not None:
+                    self._futures.discard(future)
 
     # ── in the thread ───────────────────────────────────────────────────────────────────────────
 
+    def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
+        """Fail a future, and return True, if the world has ended: nothing starts any more."""
+        if self._is_ending:
+            future.set_exception(self._gone())
+        return self._is_ending
+
+    async def complete(
+        self, future: "concurrent.futures.Future[Any]", coroutine: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Complete a future with what a coroutine returns or raises, whatever it raises."""
+        try:
+            result = await coroutine
+        except BaseException as exc:
+            is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
+            exc.__traceback__ = behind_own_frames(exc.__traceback__)
+            future.set_exception(self._gone() if is_end else exc)
+        else:
+            future.set_result(result)
+
+    def _gone(self) -> NotInWorld:
+        return NotInWorld("the block of in_thread() was left")
+
     def _run(self) -> None:
-        failure: BaseException | None = None
         serving = self._serve()
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(serving)
         except BaseException as exc:
-            failure = exc
+            self.failure = exc
         serving.close()  # if there is no loop
-        if self._waits is not None:
-            self._waits.close(failure)
-        if failure is not None:
-            for each in (self._task, self._entered):
-                if not each.done():
-                    each.set_exception(failure)
+        with self._lock:
+            futures, self._futures = self._futures or (), None
+        for each in futures:
+            if not each.done():
+                each.set_exception(self._gone())
+        for start in (self._task, self._entered):
+            if self.failure is not None and not start.done():
+                start.set_exception(self.failure)
         self._is_over.set()
 
     async def _serve(self) -> None:
         task = asyncio.current_task()
         assert task is not None
+        self.loop = asyncio.get_running_loop()
         self._task.set_result(task)
-        self._waits = _Waits(asyncio.get_running_loop())
         try:
             async with self._world as worker:
-                self._entered.set_result(WorkerThread(worker, self._waits))
+                self._entered.set_result(worker)
                 await self._left.wait()
                 if self._error is not None:
                     raise self._error
         finally:
-            self._waits.begin_end()
+            self._is_ending = True

@@ -32,23 +32,17 @@ from .._port.network import loopback_only, requested_interface
 from .._port.port import Port
 from .._port.tls import Tls
 from .._server.exports import Export, checked_exports
-from .._torch.agent import Agent, PeerInfo, is_running
+from .._torch.agent import PeerInfo, is_running
 from .._torch.compat import CPP_WARNING, hide_in_cpp_log
 from .._torch.devices import DeviceMaps
 from ..errors import UnknownWorker, WorkerLost
 from .directory_client import DirectoryClient
 from .launch import find_port, find_tls, is_single_host, meeting_url, rank_and_size
 from .managers import world_manager
-from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
-from .start_steps import start_step
-from .startup import Startup
+from .startup import OnePort, Startup, host_of_port, start_step
 
 log = logging.getLogger("aiorpc_torch")
-
-
-Leave = Callable[[], Coroutine[Any, Any, None]]
-"""Takes no new calls, and waits for those that run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,9 @@ class Worker:
     rank: int
     restarts: int = 0
     _node: Node = field(repr=False, compare=False, kw_only=True)
-    _leave: Leave | None = field(default=None, repr=False, compare=False, kw_only=True)
+    _leave: Callable[[], Coroutine[Any, Any, None]] | None = field(
+        default=None, repr=False, compare=False, kw_only=True
+    )
 
     @classmethod
     def _of(cls, node: Node, **more: Any) -> Self:
@@ -349,6 +345,7 @@ async def worker(
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """
     rank, world_size = rank_and_size(name, rank, world_size, join=join)
+    local = loopback_only() if is_single_host(init_method, world_size) else None
     config = WorkerConfig(
         name=name or f"worker{rank}",
         rank=rank,
@@ -363,7 +360,7 @@ async def worker(
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
         watchdog=watchdog_seconds(watchdog),
-        interface=_interface(interface, is_single_host(init_method, world_size)),
+        interface=requested_interface(interface) or local,
         port=find_port(port),
         tls=tls,
         on_failure=on_failure,
@@ -407,11 +404,6 @@ class _Changes(AsyncIterator[Change]):
             raise RuntimeError("another task waits for the next change")
 
 
-def _interface(given: str | None, is_single_host: bool) -> str | None:
-    found = requested_interface(given)
-    return loopback_only() if found is None and is_single_host else found
-
-
 def check_is_free() -> None:
     """Raise RuntimeError if this process is in a world, one of `init_rpc` too, or is a fork."""
     check_not_forked()
@@ -431,27 +423,19 @@ async def run_worker(
     end = asyncio.get_running_loop().time() + config.start_timeout
     make = partial(Meeting, config.init_method, config.interface)
     meeting = await start_step(make, config.start_timeout)  # the files of an etcd:// URL
-    async with _one_port(config, meeting, end) as one_port:
+    one_port: OnePort | None = None
+    if config.has_one_port:
+        find_host = partial(host_of_port, config.interface, meeting.host)
+        left = end - asyncio.get_running_loop().time()
+        one_port = OnePort(config, await start_step(find_host, config.start_timeout, left))
+        meeting.port = one_port.port
+    try:
         async with _entered(config, children, meeting, one_port, end) as me:
             yield me
-
-
-@contextlib.asynccontextmanager
-async def _one_port(
-    config: WorkerConfig, meeting: Meeting, end: float
-) -> AsyncIterator[OnePort | None]:
-    """Listen at the one port of the worker, if it has one."""
-    if not config.has_one_port:
-        yield None
-        return
-    find_host = partial(host_of_port, config.interface, meeting.host)
-    left = end - asyncio.get_running_loop().time()
-    found = OnePort(config, await start_step(find_host, config.start_timeout, left))
-    meeting.port = found.port
-    try:
-        yield found
     finally:
-        await run_to_end(asyncio.create_task(run_in_thread(found.port.close, "aiorpc-stop")))
+        if one_port is not None:
+            closing = run_in_thread(one_port.port.close, "aiorpc-stop")
+            await run_to_end(asyncio.create_task(closing))
 
 
 @contextlib.asynccontextmanager
@@ -477,7 +461,8 @@ async def _entered(
             watched = offered(node, config.init_method)
             ends = ending_if_blocked(config.watchdog)
             with _gc_frozen(config.freeze_gc), dump_on_signal(), watched, ends:
-                async with _running(config, node, directory, agent, workers, port) as me:
+                shutdown = Shutdown(node, agent, directory, config.stop_timeout)
+                async with _running(config, shutdown, workers, port) as me:
                     yield me
     finally:
         entry_points.leave(node)
@@ -504,20 +489,15 @@ def _gc_frozen(wanted: bool) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _running(
-    config: WorkerConfig,
-    node: Node,
-    directory: DirectoryClient,
-    agent: Agent,
-    workers: list[PeerInfo],
-    port: Port | None,
+    config: WorkerConfig, shutdown: Shutdown, workers: list[PeerInfo], port: Port | None
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
+    node, directory = shutdown.node, shutdown.directory
     registration = directory.registration
     [own] = (each for each in workers if each.name == config.name)
     failure, node.leaves_alone = "", config.join
-    shutdown = Shutdown(node, agent, directory, config.stop_timeout)
     try:
-        node.start(host_for(workers, own), workers, agent, port)
+        node.start(host_for(workers, own), workers, shutdown.agent, port)
         node.members.coordinator = directory.coordinator
         directory.follow(node)
         if registration.entry:

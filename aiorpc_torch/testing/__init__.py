@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 from torch.futures import Future
 
 from .._aio.loops import LoopFactory
+from .._children.forkserver import Logs, Start
 from .._children.local import LocalWorker, local_world
-from .._children.processes import Logs, Start
 from .._node.config import Initializer
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Set
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -68,14 +68,23 @@ class Snapshot:
         """Return a snapshot of now."""
         return cls(entry_points.serving(), stats().in_flight, _threads(), frozenset(_children()))
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self) -> Iterator[str]:
         """Describe everything that is new since the snapshot."""
-        return [
-            *self.leftover_calls(),
-            *self._world_left(),
-            *self._threads_left(),
-            *self._children(),
-        ]
+        yield from self.leftover_calls()
+        world = entry_points.serving()
+        if world not in (None, self.world):
+            yield "a world that was not left"
+        if world is None:  # else the threads belong to it
+            new = _threads() - self.threads
+            join_all(new, THREADS)
+            yield from (f"the thread {thread.name}" for thread in new if thread.is_alive())
+        end = time.monotonic() + PROCESSES
+        while (left := _children(but=self.processes)) and time.monotonic() < end:
+            time.sleep(0.02)
+        if left:
+            names = {child.pid: child.name for child in multiprocessing.active_children()}
+            for (pid, _), name in left.items():
+                yield f"the process {names.get(pid) or name} (pid {pid})"
 
     def leftover_calls(self) -> Iterator[str]:
         """Describe calls that are pending since the snapshot."""
@@ -84,29 +93,6 @@ class Snapshot:
             newest = [each for each in pending() if not each.incoming][-count:]
             listed = ", ".join(f"{each.method} of {each.worker!r}" for each in newest)
             yield f"{count} pending call{'s' * (count > 1)} ({listed})"
-
-    def _world_left(self) -> Iterator[str]:
-        if entry_points.serving() not in (None, self.world):
-            yield "a world that was not left"
-
-    def _threads_left(self) -> Iterator[str]:
-        if entry_points.serving() is not None:
-            return  # the threads belong to the world
-        new = _threads() - self.threads
-        join_all(new, THREADS)
-        yield from (f"the thread {thread.name}" for thread in new if thread.is_alive())
-
-    def _children(self) -> Iterator[str]:
-        end = time.monotonic() + PROCESSES
-        while (left := self._new_children()) and time.monotonic() < end:
-            time.sleep(0.02)
-        if left:
-            names = {child.pid: child.name for child in multiprocessing.active_children()}
-            for (pid, _), name in left.items():
-                yield f"the process {names.get(pid) or name} (pid {pid})"
-
-    def _new_children(self) -> dict[Process, str]:
-        return {each: name for each, name in _children().items() if each not in self.processes}
 
 
 async def leftover_tasks(before: "set[asyncio.Task[object]]") -> list[str]:
@@ -127,34 +113,23 @@ def _threads() -> frozenset[threading.Thread]:
     return frozenset(each for each in threading.enumerate() if each.name.startswith("aiorpc"))
 
 
-# ── processes, by Linux's /proc ─────────────────────────────────────────────────────────────────
-
-
-def _children() -> dict[Process, str]:
-    """Return this process's children and theirs with names, without multiprocessing's helpers."""
-    found, todo, helpers = dict[Process, str](), [os.getpid()], _helper_pids()
+def _children(but: Set[Process] = frozenset()) -> dict[Process, str]:
+    """Return by /proc this process's children and theirs with names, without helpers of Python."""
+    # The helpers live as long as this process. Their names are private to CPython.
+    tracker: Any = resource_tracker._resource_tracker
+    theirs: Any = forkserver._forkserver
+    helpers = {server_pid(), tracker._pid, theirs._forkserver_pid}
+    found, todo = dict[Process, str](), [os.getpid()]
     while todo:
-        for pid in _children_of(todo.pop()):
-            todo.append(pid)
+        pids: list[int] = []
+        for path in glob.glob(f"/proc/{todo.pop()}/task/*/children"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                pids += map(int, Path(path).read_text().split())
+        todo += pids
+        for pid in pids:
             with contextlib.suppress(OSError):  # it has ended
                 head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
                 state, *rest = tail.split()
                 if state != "Z" and pid not in helpers:
                     found[pid, rest[18]] = head.partition("(")[2]
-    return found
-
-
-def _children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            found += map(int, Path(path).read_text().split())
-    return found
-
-
-def _helper_pids() -> set[int | None]:
-    """Return the pids of processes that live as long as this one, which are not leaks."""
-    # The names are private to CPython.
-    tracker: Any = resource_tracker._resource_tracker
-    theirs: Any = forkserver._forkserver
-    return {server_pid(), tracker._pid, theirs._forkserver_pid}
+    return {each: name for each, name in found.items() if each not in but}

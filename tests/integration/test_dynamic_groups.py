@@ -125,7 +125,7 @@ USED = [2, 4, 6, 4, 200_000.0]
 
 def begin_call(worker: str) -> None:
     kept["task"] = asyncio.run_coroutine_threadsafe(
-        call(worker, double, 4), attached.me._waits.loop
+        call(worker, double, 4), attached.me._thread.loop
     )
 
 
@@ -135,12 +135,12 @@ def begin_wait(worker: str) -> None:
     async def wait() -> None:
         await remote(await create(worker, Counter)).wait()
 
-    kept["task"] = asyncio.run_coroutine_threadsafe(wait(), attached.me._waits.loop)
+    kept["task"] = asyncio.run_coroutine_threadsafe(wait(), attached.me._thread.loop)
 
 
 def begin_serving(until: str | None) -> None:
     kept["task"] = asyncio.run_coroutine_threadsafe(
-        attached.me.serve(until), attached.me._waits.loop
+        attached.me.serve(until), attached.me._thread.loop
     )
 
 

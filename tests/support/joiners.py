@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._children.processes import ProcessOptions
+from aiorpc_torch._children.forkserver import ProcessOptions
 from aiorpc_torch._directory.directory_server import (
     MAX_STRANGERS as MAX_STRANGERS,
     DirectoryServer,

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._children.restarts import FIRST_PAUSE, LONGEST_PAUSE, STABLE, Restarts
+from aiorpc_torch._children.supervisor import FIRST_PAUSE, LONGEST_PAUSE, STABLE, Restarts
 
 Ends = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0.0, 1.0, STABLE, 60.0])))
 

@@ -10,7 +10,7 @@ import pytest
 
 from aiorpc_torch import WorkerLost, WorldTimeout
 from aiorpc_torch._children import supervisor as supervisor_module
-from aiorpc_torch._children.processes import ProcessOptions
+from aiorpc_torch._children.forkserver import ProcessOptions
 from aiorpc_torch._children.supervisor import Supervisor, _reason
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from tests.support.two_ends import until

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from aiorpc_torch._directory.registration import Registration
 from aiorpc_torch._torch.devices import DeviceRoutes, normalize_device_maps
-from aiorpc_torch._world.device_maps import resolve_device_maps
+from aiorpc_torch._world.startup import resolve_device_maps
 
 
 def registration(name: str, devices: int, maps: Any) -> Registration:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._world.hostlist import expand_hosts
+from aiorpc_torch._world.launch import expand_hosts
 
 words = st.text("abz.-_09", min_size=1, max_size=4)
 ranges = st.tuples(st.integers(0, 120), st.integers(0, 12), st.integers(1, 4))  # first, more, width

@@ -19,7 +19,7 @@ from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.one_port import OnePort, channels_at_port, host_of_port
+from aiorpc_torch._world.startup import OnePort, channels_at_port, host_of_port
 from tests.support.certificates import Authority
 from tests.support.example_programs import free_port
 
