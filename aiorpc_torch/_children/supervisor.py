@@ -343,23 +343,32 @@ class Supervisor:
             log.warning("a former process of worker %r has ended: %s", name, text)
             self._release(child)
             return
-        death = failure if isinstance(failure, WorkerLost) and failure.worker == name else None
-        if self._membership is not None and death is not None:
-            self._membership.lose(name, death)
-        if child.is_leaving:
-            self._abandon(name, f"{_reason(name, failure)}; it was to leave")
-            return
         pause: float | None = None
         if child.is_replaced:
             pause = 0.0
-        elif self._membership is not None and not (self._command or self._is_stopping):
+        elif self._membership is not None and not (
+            child.is_leaving or self._command or self._is_stopping
+        ):
             pause = self._restarts.take(name, child.lived())
+        reason = _reason(name, failure)
+        if child.is_leaving:
+            reason += "; it was to leave"
+        elif pause is None:
+            reason += f"; {self._not_restarted(name)}"
+        is_death = isinstance(failure, WorkerLost) and failure.worker == name
+        death = WorkerLost(name, reason)
+        death.__notes__ = getattr(failure, "__notes__", [])  # its last lines
+        if self._membership is not None and is_death:
+            self._membership.lose(name, death)
+        if child.is_leaving:
+            self._abandon(name, reason)
+            return
         self._release(child)
         if pause is not None:
             self._restart(child.config, failure, pause)
         else:
-            if death is not None:
-                log.warning("%s; %s", printable(str(death)), self._not_restarted(name))
+            if is_death:
+                log.warning("%s", printable(str(death)))
             self._report(name, failure)
 
     def _not_restarted(self, name: str) -> str:
