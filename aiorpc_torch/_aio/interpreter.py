@@ -26,6 +26,7 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (asyncio, "_get_running_loop"),
     (asyncio.Future, "_asyncio_future_blocking"),
     (asyncio.Task, "_log_destroy_pending"),
+    *([(asyncio.tasks, "_current_tasks")] if sys.version_info < (3, 12) else ()),
     (asyncio.tasks, "_unregister_task"),
     (atexit, "_run_exitfuncs"),
     (contextlib, "_AsyncGeneratorContextManager"),

@@ -17,7 +17,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, Ge
 from typing import Any, NamedTuple
 
 from .own_frames import LIBRARY, is_of_user, outwards
-from .tasks import StepContext, warn_if_blocking
+from .tasks import StepContext, take_step, warn_if_blocking
 
 MOST_LINES = 6
 MOST_TASKS = 64  # that one task is followed to
@@ -164,7 +164,7 @@ def lines_of_loop(thread: int) -> list[Line]:
     found: list[FrameType] = []
     for each in outwards(sys._current_frames().get(thread)):
         code = each.f_code
-        if code is warn_if_blocking.__code__ or code.co_filename.startswith(_ASYNCIO):
+        if code is take_step.__code__ or code.co_filename.startswith(_ASYNCIO):
             break  # it drives what is inside of it
         found.insert(0, each)
     return lines_of(found)[0]
@@ -190,7 +190,7 @@ def stack_of_thread(thread: int) -> ThreadStack | None:
         return None
     frames = [*outwards(frame)]
     for each in frames:
-        if each.f_code is warn_if_blocking.__code__:  # a coroutine of ours: it has a name
+        if each.f_code is take_step.__code__:  # a coroutine of ours: it has a name
             function = str(each.f_locals.get("name", "?"))
             break
     else:

@@ -25,34 +25,43 @@ log = logging.getLogger("aiorpc_torch")
 SLOW_STEP = 0.1  # seconds of one step, in which the event loop serves nothing else
 
 
-@types.coroutine
-def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
-    """Await `coroutine`; warn of steps that block the loop for over `SLOW_STEP`, once a minute.
+def take_step(step: Callable[[Any], Any], value: Any, name: str) -> tuple[bool, Any]:
+    """Take one step of a coroutine: its `send` or `throw`, with a value.
 
-    A fork that a worker makes in a step ends with that step.
+    Return whether it has ended, and what it returns or waits for. Warn of a step that blocks the
+    loop for over `SLOW_STEP`, once a minute. A fork that a worker makes in it ends with it.
     """
-    step, value = coroutine.send, None
-    while True:
-        start, generation = perf_counter(), fork.generation
+    start, generation = perf_counter(), fork.generation
+    try:
+        return False, step(value)
+    except StopIteration as stop:
+        return True, stop.value
+    except BaseException as exc:
+        fork.end_fork_since(generation, exc)
+        raise
+    finally:
+        if fork.generation != generation:
+            fork.end_fork_since(generation)
+        if (seconds := perf_counter() - start) > SLOW_STEP:
+            note_slow_step(name, seconds, start + seconds)
+
+
+@types.coroutine
+def warn_if_blocking(
+    coroutine: Coroutine[Any, Any, R], name: str, first: tuple[bool, Any] | None = None
+) -> Generator[Any, Any, R]:
+    """Await `coroutine` by `take_step`, from its first step or from the result of that on."""
+    has_ended, value = first or take_step(coroutine.send, None, name)
+    while not has_ended:
         try:
-            waits_for = step(value)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        except BaseException as exc:
-            fork.end_fork_since(generation, exc)
-            raise
-        finally:
-            if fork.generation != generation:
-                fork.end_fork_since(generation)
-            if (seconds := perf_counter() - start) > SLOW_STEP:
-                note_slow_step(name, seconds, start + seconds)
-        try:
-            step, value = coroutine.send, (yield waits_for)
+            step, value = coroutine.send, (yield value)
         except GeneratorExit:
             coroutine.close()
             raise
         except BaseException as exc:
             step, value = coroutine.throw, exc
+        has_ended, value = take_step(step, value, name)
+    return value  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)
@@ -92,11 +101,12 @@ def start_task(
     """
     if _IS_EAGER:
         return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)  # type: ignore[call-arg]
-    if asyncio.current_task(loop) is not None:  # no step can run inside another task's
+    # As `asyncio.current_task`, which is no C function here. No step can run inside another task's.
+    if asyncio.tasks._current_tasks.get(loop) is not None:  # type: ignore[attr-defined]
         return asyncio.Task(coroutine, loop=loop, name=name, context=context)
     # Python 3.11 schedules the step, uvloop in a queue of C: it is taken here, instead. A loop may
     # have a `call_soon` of its own already, and one of another library may have slots.
-    take = partial(_take_step, context)
+    take = partial(_take_step, loop, context)
     try:  # noqa: SIM105 - each call comes here, and `suppress` takes half a microsecond
         loop.__dict__.setdefault("call_soon", take)
     except AttributeError:
@@ -112,8 +122,9 @@ def start_task(
 _IS_EAGER = sys.version_info >= (3, 12)
 
 
-def _take_step(own: contextvars.Context, step: Any, *args: Any, context: Any = None) -> Any:
-    loop = asyncio.get_running_loop()
+def _take_step(
+    loop: Any, own: contextvars.Context, step: Any, *args: Any, context: Any = None
+) -> Any:
     if context is not own:  # of a finalizer that runs meanwhile, perhaps of a task that it makes
         return type(loop).call_soon(loop, step, *args, context=context)
     del loop.call_soon

@@ -224,7 +224,12 @@ class Connection(Channel):
         size = len(data)
         if size > INLINE_BYTES:
             return self._call_any(receiver, target, args, due)
-        self._register(number, receiver, target, encoded)
+        self._calls = number + 1  # as `_register`
+        receiver.connection, receiver.number = self, number
+        receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
+        self.pending[number] = receiver
+        if profiler_enabled():
+            self._record(receiver, target)
         window[number] = size  # as `sent`
         window.size += size
         self._lone_calls += 1
@@ -257,9 +262,12 @@ class Connection(Channel):
         receiver.connection, receiver.number = self, number
         receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
         self.pending[number] = receiver
-        if profiler_enabled():  # until its result
-            name = target_name(target)
-            receiver.event = call_event("call", name, self._me.name, self._peer_name)
+        if profiler_enabled():
+            self._record(receiver, target)
+
+    def _record(self, receiver: ReplyReceiver, target: Target) -> None:
+        """Let a profiler record a call until its result."""
+        receiver.event = call_event("call", target_name(target), self._me.name, self._peer_name)
 
     def call_prepared(
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None

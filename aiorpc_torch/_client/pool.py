@@ -441,4 +441,7 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         if is_own_end(str(exc)):
             raise NotInWorld(AGENT_ENDED if is_adopted() else WORLD_ENDED) from None
         owner = owner_name(worker)  # its process has left torch's group
+    loop, (last, by_peer) = get_running_loop(), pool._last  # as `connection`, of the usual case
+    if last() is loop and (known := by_peer.get(owner)) and known[-1].phase < _RETIRING:
+        return known[-1]
     return pool.connection(owner)

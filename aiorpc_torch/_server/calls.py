@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._aio.deadlines import set_deadline
-from .._aio.tasks import warn_if_blocking
+from .._aio.tasks import take_step, warn_if_blocking
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
 from .._handles.mistakes import await_hint
@@ -127,7 +127,9 @@ class ServerCall:
             if value is _NOT_CALLED:
                 value = self.invoke()
             if type(value) is CoroutineType:  # the common case
-                value = await warn_if_blocking(value, name)
+                # Here, because a call that never waits needs no generator for it.
+                has_ended, found = first = take_step(value.send, None, name)
+                value = found if has_ended else await warn_if_blocking(value, name, first)
             elif inspect.isawaitable(value):
                 value = await value
             if self.kind == "stream":

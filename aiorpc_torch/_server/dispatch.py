@@ -173,7 +173,11 @@ class Dispatcher:
             return False
         (column,), kind, session = columns, head.wire.only_kind, self._session
         try:
-            if (function := head.method()) is None:  # of another object now, or replaced
+            # As `head.method()`: is the method that of the last call, and of its object?
+            if (owner := head.object()) is None:
+                return False
+            function = getattr(owner, head.target.name, None)
+            if type(function) is not MethodType or function.__func__ is not head.function:
                 return False
             if type(column) is bytes:
                 value: Any = from_bytes(kind, column, 1)[0]
@@ -405,16 +409,15 @@ class KnownHead:
     """
 
     __slots__ = (
-        *("_function", "_join", "_make", "_object", "_on_loop", "_target"),
-        *("is_simple", "key", "wire"),
+        *("_join", "_make", "_on_loop", "function", "is_simple", "key", "object", "target", "wire"),
     )
 
     def __init__(self, data: bytes) -> None:
         self.wire = CallHead(data)
-        self._target: Any = self.wire.target
+        self.target: Any = self.wire.target
         self.key: Any = None  # of the object, whose calls stay in order
-        self._object: Callable[[], Any] = _nothing
-        self._function: Any = None
+        self.object: Callable[[], Any] = _nothing
+        self.function: Any = None
         self._on_loop = False
         self._join: Callable[..., Any] | None = None
         self._make: Callable[..., RpcCall] = RpcCall
@@ -425,9 +428,9 @@ class KnownHead:
 
         Raises what user code raises.
         """
-        if (owner := self._object()) is not None:
-            function = getattr(owner, self._target.name, None)
-            if type(function) is MethodType and function.__func__ is self._function:
+        if (owner := self.object()) is not None:
+            function = getattr(owner, self.target.name, None)
+            if type(function) is MethodType and function.__func__ is self.function:
                 return function
         return None
 
@@ -446,10 +449,10 @@ class KnownHead:
 
     def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
         decode = decode_target if exports is None else exports.load_target
-        target: Any = decode(self._target, tensors, self.wire.target_outside)
+        target: Any = decode(self.target, tensors, self.wire.target_outside)
         if isinstance(target, RemoteFailure):
             target.raise_()
-        self.key, self._object, self.is_simple = order_key(target), _nothing, False
+        self.key, self.object, self.is_simple = order_key(target), _nothing, False
         owner = None if target.on is None else rrefs.find_object(target.on)
         found = _resolve_on(owner, target, exports, self.wire.stream)
         function: Any = found[0]
@@ -457,8 +460,8 @@ class KnownHead:
         is_method = isinstance(target, MethodTarget) and type(function) is MethodType
         if is_method and function.__self__ is owner and type(joiner) is not Entrance:
             with contextlib.suppress(TypeError):  # its class has no weak references
-                self._object = weakref.ref(owner)
-            self._function, self._on_loop, self._make = function.__func__, on_loop, make
+                self.object = weakref.ref(owner)
+            self.function, self._on_loop, self._make = function.__func__, on_loop, make
             self._join = joiner.func if isinstance(joiner, partial) else None
             is_small = type(self.wire.only_kind) is tuple or self.wire.only_kind == PLAIN
             self.is_simple = is_small and on_loop and joiner is None and make is RpcCall
