@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._aio.loops import Interrupt, interruptible
@@ -74,7 +74,7 @@ class Supervisor:
     configs: Sequence[WorkerConfig]
     main: Main | None
     args: tuple[Any, ...]
-    max_restarts: InitVar[int]
+    max_restarts: int
     processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     last: dict[str, ChildProcess] = field(default_factory=dict)
@@ -98,8 +98,8 @@ class Supervisor:
     _is_stopping = False  # by a signal
     _is_closed = False
 
-    def __post_init__(self, max_restarts: int) -> None:
-        self._restarts = Restarts(max_restarts)
+    def __post_init__(self) -> None:
+        self._restarts = Restarts(self.max_restarts)
         # A handler of the program decides, for its children too.
         self._has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
