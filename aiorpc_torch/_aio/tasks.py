@@ -46,12 +46,17 @@ def take_step(step: Callable[[Any], Any], value: Any, name: str) -> tuple[bool, 
             note_slow_step(name, seconds, start + seconds)
 
 
+_START: Any = object()  # no step was taken
+
+
 @types.coroutine
 def warn_if_blocking(
-    coroutine: Coroutine[Any, Any, R], name: str, first: tuple[bool, Any] | None = None
+    coroutine: Coroutine[Any, Any, R], name: str, value: Any = _START
 ) -> Generator[Any, Any, R]:
-    """Await `coroutine` by `take_step`, from its first step or from the result of that on."""
-    has_ended, value = first or take_step(coroutine.send, None, name)
+    """Await `coroutine` by `take_step`. If its first step was taken, it waits for `value`."""
+    has_ended = False
+    if value is _START:
+        has_ended, value = take_step(coroutine.send, None, name)
     while not has_ended:
         try:
             step, value = coroutine.send, (yield value)

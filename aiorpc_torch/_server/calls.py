@@ -128,8 +128,12 @@ class ServerCall:
                 value = self.invoke()
             if type(value) is CoroutineType:  # the common case
                 # Here, because a call that never waits needs no generator for it.
-                has_ended, found = first = take_step(value.send, None, name)
-                value = found if has_ended else await warn_if_blocking(value, name, first)
+                has_ended, found = take_step(value.send, None, name)
+                if has_ended:
+                    value = found
+                else:  # a frame that kept the future would keep its result
+                    value, found = warn_if_blocking(value, name, found), None
+                    value = await value
             elif inspect.isawaitable(value):
                 value = await value
             if self.kind == "stream":

@@ -16,7 +16,7 @@ from .plain import dump, reader
 
 NONCE = 16  # bytes
 PROOF = 32  # bytes: HMAC-SHA256
-VERSION = b"aiorpc/1"
+VERSION = b"aiorpc/2"
 """Version of the protocol between two workers."""
 
 _HELLO = struct.Struct(f"<8s16s{NONCE}sQ{PROOF}s")

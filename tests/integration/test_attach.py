@@ -327,12 +327,12 @@ def test_a_peer_without_the_package(players: Players) -> None:
 
 
 def test_another_version_of_the_protocol(players: Players) -> None:
-    players["t1"].run(speak, b"aiorpc/0")
+    own = players["t1"].run(speak, b"aiorpc/0")
     try:
         players["t0"].run(enter)
         error = players["t0"].run(call_error, "t1")
     finally:
-        players["t1"].run(speak, b"aiorpc/1")
+        players["t1"].run(speak, own)
     assert error.startswith("WorkerUnreachable: worker 't1' cannot be reached: it speaks aiorpc/0")
 
 

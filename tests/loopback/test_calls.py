@@ -107,6 +107,20 @@ async def test_object_lives_as_long_as_its_rref() -> None:
     assert alive() is None
 
 
+async def test_a_call_keeps_nothing_that_it_has_awaited() -> None:
+    """A method that drops what its first `await` has given frees it, while it waits again."""
+    assert await call("main", drops_what_it_has_awaited)
+
+
+async def drops_what_it_has_awaited() -> bool:
+    future: asyncio.Future[Counter] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(future.set_result, Counter())
+    gone = weakref.ref(await future)
+    del future
+    await asyncio.sleep(0.01)
+    return gone() is None
+
+
 @pytest.mark.promise("calls.awaited_results")
 async def test_plain_future_and_hidden_coroutine() -> None:
     """A def may return a torch Future or a coroutine: the caller gets the result."""

@@ -190,9 +190,11 @@ def gather_names() -> tuple[dict[str, str], list[str]]:
 _tell: list[Any] = []
 
 
-def speak(version: bytes) -> None:
-    """Speak another version of the protocol from now on."""
+def speak(version: bytes) -> bytes:
+    """Speak another version of the protocol from now on; return the one before."""
+    before: bytes = entry_points.VERSION  # type: ignore[attr-defined]
     entry_points.VERSION = version  # type: ignore[attr-defined]
+    return before
 
 
 def keep_leaving_to_itself() -> None:

@@ -1,6 +1,7 @@
 """The handshake accepts a peer that knows the secret, and rejects every replay and change."""
 
 import dataclasses
+import hashlib
 import struct
 
 import pytest
@@ -13,6 +14,7 @@ from aiorpc_torch._wire.handshake import (
     NONCE,
     PROOF,
     RESULTS,
+    VERSION,
     Addresses,
     Credentials,
     Hello,
@@ -27,7 +29,6 @@ from aiorpc_torch._wire.handshake import (
 )
 
 LINK = 7
-VERSION = 8  # bytes at the start of a hello
 
 names = st.text(max_size=20)
 numbers = st.integers(0, (1 << 63) - 1)
@@ -207,10 +208,10 @@ def test_a_proof_is_for_one_connection(link: int) -> None:
     assert is_callee_proven(SHARED, link, THEIRS, MINE, ANSWER) is (link == LINK)
 
 
-@given(st.binary(min_size=VERSION, max_size=VERSION))
+@given(st.binary(min_size=len(VERSION), max_size=len(VERSION)))
 def test_a_hello_of_another_version(version: bytes) -> None:
     """It says so, whatever follows."""
-    data = version + GREETING[VERSION:]
+    data = version + GREETING[len(VERSION) :]
     if data == GREETING:
         return
     with pytest.raises(ValueError, match="hello must start with"):
@@ -231,6 +232,14 @@ def test_data_that_is_too_short_is_rejected(data: bytes) -> None:
 def test_introductions_arrive_as_they_were(shared: Credentials, where: Addresses) -> None:
     """Credentials and addresses come out of the bytes that torch RPC carries."""
     assert load_introduction(dump_introduction(shared, where)) == (shared, where)
+
+
+def test_the_bytes_of_this_version() -> None:
+    """Two workers of one VERSION read each other: it changes with these bytes."""
+    shared = Credentials(Party("caller", 1), Party("callee", 2), bytes(16), bytes(32))
+    where, nonce = Addresses("namespace", "socket", ("host", 1)), bytes(NONCE)
+    data = dump_introduction(shared, where) + encode_hello(shared, LINK, nonce, nonce)
+    assert (VERSION, hashlib.sha256(data).hexdigest()[:16]) == (b"aiorpc/2", "29869e114c1e8dd8")
 
 
 @pytest.mark.promise("security.secrets")
