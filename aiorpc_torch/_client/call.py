@@ -340,7 +340,7 @@ class RemoteStream(ItemIterator[Any]):
         self._timer = timer
 
     def __repr__(self) -> str:
-        return f"<stream of {target_name(self._reader.source)}>"
+        return f"<stream of {target_name(self._reader.target)}>"
 
     def _next(self) -> Awaitable[Any]:
         return self._reader.next()

@@ -226,7 +226,7 @@ class Connection(Channel):
             return self._call_any(receiver, target, args, due)
         self._calls = number + 1  # as `_register`
         receiver.connection, receiver.number = self, number
-        receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
+        receiver.target, receiver.encoded, receiver.started = target, encoded, time.monotonic()
         self.pending[number] = receiver
         if profiler_enabled():
             self._record(receiver, target)
@@ -260,7 +260,7 @@ class Connection(Channel):
         """Let a call wait for its reply."""
         self._calls = number + 1
         receiver.connection, receiver.number = self, number
-        receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
+        receiver.target, receiver.encoded, receiver.started = target, encoded, time.monotonic()
         self.pending[number] = receiver
         if profiler_enabled():
             self._record(receiver, target)
@@ -324,7 +324,7 @@ class Connection(Channel):
 
     def _late(self, call: ReplyReceiver, seconds: float, *, was_sent: bool) -> CallTimeout:
         what = "may have run" if was_sent else "was not sent"
-        peer, method = self.peer.name, call_name(call.source)
+        peer, method = self.peer.name, call_name(call.target)
         text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
         text += self.questions.text_of(call.number)
         return CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)

@@ -249,7 +249,7 @@ class ConnectionPool:
             if each.waiting:
                 count, oldest = found.get(each.peer.name, (0, []))
                 calls = [call for _, call in each.oldest(most) if type(call) is InlineFuture]
-                oldest += [(target_name(call.source), call.started) for call in calls]
+                oldest += [(target_name(call.target), call.started) for call in calls]
                 found[each.peer.name] = count + each.waiting, oldest
         return found
 

@@ -119,7 +119,7 @@ class CallSender:
             self.bytes += call.shared.size + call.size
             call.shared.send()
         elif call.by_torch:
-            self._write(SLOT, dump((call.number, slot_key(self._pending[call.number].source))))
+            self._write(SLOT, dump((call.number, slot_key(self._pending[call.number].target))))
             self._connection.transfers.send_payload(call)
         elif (carrier := self._connection.carriers.chosen) is None or not self._copy(call, carrier):
             call.by_torch = True
@@ -151,7 +151,7 @@ class CallSender:
         target = call.head.target
         if type(target) is NamedTarget and type(target.on) is tuple:  # the common case
             return target.on
-        return slot_key(self._pending[call.number].source)
+        return slot_key(self._pending[call.number].target)
 
 
 def _on_dropped(call: EncodedCall) -> None:
