@@ -123,7 +123,7 @@ class CallSender:
             self._connection.transfers.send_payload(call)
         elif (carrier := self._connection.carriers.chosen) is None or not self._copy(call, carrier):
             call.by_torch = True
-            if not self.state.must_wait(call):
+            if not self.state.hold_back(call):
                 self._send_large(call)
 
     def _copy(self, call: EncodedCall, carrier: Carrier) -> bool:
