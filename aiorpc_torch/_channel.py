@@ -126,7 +126,7 @@ class Channel:
         self._reader = FrameReader()
         self.transport: Any = None
         self._paused: set[str] = set()  # reasons for not reading
-        self._flushing = False
+        self._will_flush = False  # at the end of this iteration
         self._flow = Flow()
         self._why_aborted: Exception | None = None
         self.is_open = self.is_local = False
@@ -177,12 +177,12 @@ class Channel:
 
     def flush_soon(self) -> None:
         """Send what is queued at the end of this loop iteration."""
-        if not self._flushing:
-            self._flushing = True
+        if not self._will_flush:
+            self._will_flush = True
             self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._will_flush = False
         self.flush()
 
     def send(self, kind: int, data: bytes) -> None:

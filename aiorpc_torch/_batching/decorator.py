@@ -307,12 +307,20 @@ class Batched:
         return future
 
     def __aiorpc_join__(
-        self, instance: Any, on_result: ResultCallback, receiver: Any, work: Arguments, caller: str
+        self,
+        instance: Any,
+        on_result: ResultCallback,
+        receiver: Any,
+        arguments: Arguments,
+        caller: str,
     ) -> Callable[[], object]:
-        """Enqueue a call from another worker, without a future or task; return how to cancel it."""
+        """Enqueue a call from another worker, without a future or task; return how to cancel it.
+
+        `_server.calls.batch_joiner` finds this by its name: the packages do not import each other.
+        """
         if receiver is None and self._batch_function.is_generator:
             raise TypeError(f"{self.__qualname__} is {GENERATOR_HINT}")
-        args, kwargs = work
+        args, kwargs = arguments
         if self._is_method and instance is None:
             instance, args = self._take_instance(args)
         if kwargs or len(args) != self._batch_function.positional:

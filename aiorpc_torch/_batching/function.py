@@ -50,6 +50,10 @@ class BatchFunction:
     """A function that gets one list per parameter; with a `collation`, one tree of tensors.
 
     With `for_all`, its result is for all callers.
+
+    Attributes:
+        positional: number of arguments of a call that `bind` returns as they are, if none is a
+            keyword; -1 if there is a keyword-only parameter.
     """
 
     def __init__(
@@ -104,7 +108,12 @@ class BatchFunction:
         in_thread: InThread = in_thread,
         rows: Rows | None = None,
     ) -> list[Any]:
-        """Call the function, or `compute`, once for all `calls`; return one result per call."""
+        """Call the function once for all `calls`; return one result per call.
+
+        Args:
+            compute: A step of a generator, in place of the function; `rows` are those of its calls.
+            in_thread: Runs what a plain `def` does, or waits for a device.
+        """
         if compute is None:
             rows = None if self._rows is None else rows_of(calls, self._rows)
             compute = functools.partial(self._call, instance, calls, rows)

@@ -91,9 +91,9 @@ class Scheduler(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def use(self, policy: Any) -> None:
-        """Follow another policy of the same kind from now on, whose numbers are none of functions.
+        """Follow a policy of the same kind from now on. None of its numbers is a function.
 
-        One with functions needs it before the first item.
+        Call it before the first item if a number of the policy at the start is one.
         """
 
     @abc.abstractmethod
@@ -141,12 +141,13 @@ class FillScheduler(Scheduler[T]):
     """A scheduler for `Fill`: any callers share a batch if their keys are equal."""
 
     def __init__(self, policy: Fill) -> None:
+        # A number may be a function of the object until `use` is called.
         super().__init__(policy.max_concurrent_batches)  # type: ignore[arg-type]
         self._policy: Any = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
         self.waiting: dict[T, Hashable] = {}  # with their keys
         self._full: set[Hashable] = set()  # keys with a full batch, while there are several keys
-        self._added = 0
+        self._added = 0  # numbers the items, so that those of several keys have an order
 
     def use(self, policy: Fill) -> None:
         self._policy, self._slots = policy, policy.max_concurrent_batches  # type: ignore[assignment]
@@ -236,6 +237,7 @@ class FillScheduler(Scheduler[T]):
         return size, len(queue) >= size
 
     def _note_full(self, key: Hashable) -> None:
+        """Note whether the next batch of `key` is full; the key may have no items."""
         queue = self._key_queues.get(key)
         if queue is not None and self._next_size(queue)[1]:
             self._full.add(key)
@@ -253,4 +255,5 @@ class FillScheduler(Scheduler[T]):
 
 
 def _oldest(queue: _KeyQueue[T]) -> tuple[int, float, float]:
+    """Return number, time of arrival and weight of the oldest item."""
     return next(iter(queue.values()))

@@ -201,7 +201,7 @@ class RemoteCall(LazyCall[Any]):
         if self._steps is not None:  # as `_use`
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
-        future = timer = due = bound = None
+        future = timer = own_due = due = None
         try:
             try:
                 connection = connection_to(self._worker)
@@ -214,16 +214,16 @@ class RemoteCall(LazyCall[Any]):
                 or current_deadline() is not None
                 or ANYIO_BACKEND in modules
             ):
-                due, bound = self._bounds(connection)
+                own_due, due = self._deadlines(connection)  # else it has none
             # The target keeps its RRef, so the object lives until the result is here.
-            future = connection.call(self._target, self._arguments, bound)
-            if due is not None:
-                left = due - time.monotonic()
-                timer = call_at(due, left, foresee, expire, future, left)
+            future = connection.call(self._target, self._arguments, due)
+            if own_due is not None:
+                left = own_due - time.monotonic()
+                timer = call_at(own_due, left, foresee, expire, future, left)
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
             if type(answer) in _FAILURES:
-                if has_passed(bound) and type(answer) is RemoteFailure:
+                if has_passed(due) and type(answer) is RemoteFailure:
                     yield  # if a scope's deadline has passed as well, the scope reports it
                 raise self._failure(answer)
             return answer
@@ -232,9 +232,19 @@ class RemoteCall(LazyCall[Any]):
                 cancel(future)
             raise
         finally:
-            self._steps = USED
+            self._steps = USED  # `send` has put this generator there, for a task
             if timer is not None:
                 timer.cancel()
+
+    def _failure(self, answer: Any) -> BaseException:
+        """Return the exception of an answer; that of a keyword which no method has, with a hint."""
+        found = exception_of(answer, self._target)
+        assert found is not None
+        if isinstance(found, TypeError) and type(answer) is RemoteFailure:
+            for keyword in self._arguments[1].keys() & _HINTS.keys():
+                if f"keyword argument {keyword!r}" in str(found) or _NO_PARAMETERS in str(found):
+                    try_add_note(found, _HINTS[keyword])
+        return found
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 
@@ -247,17 +257,17 @@ class RemoteCall(LazyCall[Any]):
             connection = connection_to(self._worker)
         except WorkerGone as exc:
             raise self._not_sent(exc) from None
-        due, bound = self._bounds(connection)
-        reader = connection.stream(self._target, self._arguments, bound)
+        own_due, due = self._deadlines(connection)
+        reader = connection.stream(self._target, self._arguments, due)
         reader.enters, timer = enters, None
         if enters:
             reader.entered_by = running_call()
             if (task := asyncio.current_task()) is not None:
                 reader.entered_in = weakref.ref(task)  # a task that was dropped closes its stream
-        if due is not None:  # of its own: the stream may outlive the block of the deadline
-            left = due - time.monotonic()
+        if own_due is not None:  # not `call_at`: the stream may outlive the deadline's block
+            left = own_due - time.monotonic()
             timer = ForeseenTimer(left, partial(foresee, reader), partial(expire, reader))
-        return RemoteStream(reader, bound, timer)
+        return RemoteStream(reader, due, timer)
 
     # ── entered ─────────────────────────────────────────────────────────────────────────────────
 
@@ -276,31 +286,21 @@ class RemoteCall(LazyCall[Any]):
         """Let the block that was entered go on after the deadline of its entry."""
         self._entered.outlive_deadline()
 
-    def _failure(self, answer: Any) -> BaseException:
-        """Return the exception of an answer; that of a keyword which no method has, with a hint."""
-        found = exception_of(answer, self._target)
-        assert found is not None
-        if isinstance(found, TypeError) and type(answer) is RemoteFailure:
-            for keyword in self._arguments[1].keys() & _HINTS.keys():
-                if f"keyword argument {keyword!r}" in str(found) or _NONE in str(found):
-                    try_add_note(found, _HINTS[keyword])
-        return found
+    # ── for both ────────────────────────────────────────────────────────────────────────────────
 
     def _not_sent(self, exc: WorkerGone) -> WorkerGone:
         method = call_name(self._target)
         return type(exc)(exc.worker, exc.reason, method=method, may_have_run=False)
 
-    # ── deadlines ───────────────────────────────────────────────────────────────────────────────
-
-    def _bounds(self, connection: Connection) -> tuple[float | None, float | None]:
+    def _deadlines(self, connection: Connection) -> tuple[float | None, float | None]:
         """Return the call's own deadline, and the earlier of it and a scope's deadline."""
-        due = deadline_in(self._timeout)
-        if has_passed(due):
+        own_due = deadline_in(self._timeout)
+        if has_passed(own_due):
             method, peer = call_name(self._target), connection.peer.name
             text = f"{method} on worker {peer!r} timed out before the call; it was not sent"
             raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
         # A scope's deadline is sent along and not enforced here: the scope cancels the call.
-        return due, earlier(due, anyio_scope_deadline())
+        return own_due, earlier(own_due, anyio_scope_deadline())
 
 
 async def create_object(
@@ -315,8 +315,7 @@ async def create_object(
 
 _FAILURES = frozenset((RemoteFailure, CallAborted))
 
-
-_NONE = "takes no arguments"
+_NO_PARAMETERS = "takes no arguments"  # in the text of a TypeError
 _HINTS = {
     "timeout": "(a deadline is no argument of the method: `with aiorpc_torch.timeout(5):` around "
     "the call, or `remote(rref, timeout=5)`)",
@@ -331,16 +330,16 @@ class RemoteStream(ItemIterator[Any]):
     """The items of a remote generator. If the consumer leaves early, the generator is closed."""
 
     def __init__(
-        self, reader: StreamReader, bound: float | None, timer: ForeseenTimer | None
+        self, reader: StreamReader, due: float | None, timer: ForeseenTimer | None
     ) -> None:
         super().__init__()
         self._loop = asyncio.get_running_loop()
         self._reader = reader
-        self._bound = bound
+        self._bound = due
         self._timer = timer
 
     def __repr__(self) -> str:
-        return f"<stream of {target_name(self._reader.source)}>"
+        return f"<stream of {target_name(self._reader.target)}>"
 
     def _next(self) -> Awaitable[Any]:
         return self._reader.next()

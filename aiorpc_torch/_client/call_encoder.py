@@ -125,8 +125,8 @@ class CallEncoder:
             self.methods[target.name] = KnownMethod(weakref.ref(target.on), encoded, {})
         return encoded
 
-    def head_alone(self, known: KnownMethod, kind: CellKind) -> EncodedHead:
-        """Return the head of calls of a method with one argument of that kind; remember it."""
+    def head_of_one(self, known: KnownMethod, kind: CellKind) -> EncodedHead:
+        """Return the head of calls of a method with one argument, of that kind; remember it."""
         if len(known.heads) >= MAX_KINDS:
             known.heads.clear()
         head = known.heads[kind] = self.heads[known.target, False, (), (kind,)]

@@ -273,7 +273,7 @@ class _Running(MemberCalls):
     def _on_answer(self, position: int, future: InlineFuture) -> None:
         if self._calls.pop(position, None) is not None:
             answer = future.result()
-            if (failure := exception_of(answer, future.source)) is None:
+            if (failure := exception_of(answer, future.target)) is None:
                 self._set_outcome(position, answer)
             else:
                 self._on_failure(position, failure)

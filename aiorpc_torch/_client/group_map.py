@@ -454,14 +454,14 @@ class _MapRun(MemberCalls):
         if self._calls.pop(index, None) is None:  # the map has ended
             return
         answer, schedule = future.result(), self._schedule
-        failure = exception_of(answer, future.source)
+        failure = exception_of(answer, future.target)
         if type(answer) is not CallAborted or not isinstance(failure, WorkerGone):
             self._end_item(index, number, Outcome(None if failure else answer, failure))
         elif isinstance(failure, WorkerUnreachable):
             schedule.interrupt(index, number, failure)
         elif isinstance(failure, WorkerLost):
             if isinstance(member := self._members.get(number), Supervised):
-                member._lose(future.source.on)
+                member._lose(future.target.on)
             self._expect(number)
             schedule.lose(index, number, failure)
         else:  # it leaves; only such a worker does not serve, since this one has answered before

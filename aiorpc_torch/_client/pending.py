@@ -47,18 +47,18 @@ class InlineFuture:
         "_step",
         "answer",  # the result, once it is set
         "connection",  # over which the call is sent
+        "encoded",  # the target as it is sent
         "event",  # of a profiler that records the call, until its result; else not set
         "number",  # of the call there
-        "source",  # the target of the call as the caller named it
         "started",  # `time.monotonic()` of the call
-        "target",  # as encoded
+        "target",  # of the call
     )
 
     answer: Any
     connection: Any
+    encoded: Any
     event: Any
     number: int
-    source: Any
     started: float
     target: Any
 

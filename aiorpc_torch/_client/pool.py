@@ -28,7 +28,8 @@ from .introduction import Introductions
 from .pending import InlineFuture, ReplyReceiver
 from .stream_reader import StreamReader
 
-# Quicker than the method of rpc.RRef, which torch wraps in Python.
+# Quicker than the method of rpc.RRef, which torch wraps in Python. It is right while no process of
+# this world is gone for good; `owner_name` tells such a one from a member that has its name.
 _owner_name = RRefBase.owner_name
 
 WorkerRef = str | int | WorkerInfo
@@ -133,7 +134,7 @@ class ConnectionPool:
         loop = get_running_loop()
         last, by_peer = self._last
         if last() is not loop:
-            by_peer = self._connections_of(loop)
+            by_peer = self._switch_to(loop)
         known = by_peer.get(worker)
         if known and (connection := known[-1]).phase < _RETIRING:
             return connection
@@ -181,24 +182,34 @@ class ConnectionPool:
         """Return whether an owner of RRefs is no member: another process may have its name."""
         return owner not in self._members.workers
 
-    def _connections_of(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:
-        every, key = self._by_loop, id(loop)
-        known = every.get(key)
+    def _switch_to(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:
+        """Return the connections of the running loop, which is not the one that called last."""
+        known = self._by_loop.get(id(loop))
         if known is None or known[0]() is not loop:
-            for other, (find, by_peer) in [*every.items()]:
-                if (found := find()) is None or found.is_closed():
-                    # It ended without closing its asynchronous generators.
-                    for each in _all(by_peer):
-                        each.on_loop_closed()
-                    self._forget_loop(other)
-            known = every[key] = weakref.ref(loop), {}
-            # The loop knows an asynchronous generator from its first step on. `asyncio.run` and
-            # its like close it when the loop ends.
-            closer = self._closers[key] = self._close_with_loop(key, known[1])
-            with contextlib.suppress(StopIteration):
-                closer.__anext__().send(None)
+            self._forget_ended_loops()
+            known = self._add_loop(loop)
         self._last = known
         return known[1]
+
+    def _forget_ended_loops(self) -> None:
+        """Forget loops that ended without closing their asynchronous generators."""
+        for key, (find, by_peer) in [*self._by_loop.items()]:
+            if (loop := find()) is None or loop.is_closed():
+                for each in _all(by_peer):
+                    each.on_loop_closed()
+                self._forget_loop(key)
+
+    def _add_loop(self, loop: asyncio.AbstractEventLoop) -> _LoopConnections:
+        """Note the running loop, and see to it that its end closes its connections."""
+        key = id(loop)
+        known: _LoopConnections = weakref.ref(loop), {}
+        self._by_loop[key] = known
+        # The loop knows an asynchronous generator from its first step on. `asyncio.run` and its
+        # like close it when the loop ends.
+        closer = self._closers[key] = self._close_with_loop(key, known[1])
+        with contextlib.suppress(StopIteration):
+            closer.__anext__().send(None)
+        return known
 
     async def _close_with_loop(self, key: int, by_peer: _ByPeer) -> AsyncGenerator[None]:
         """Close the running loop's connections when it ends, or when this worker leaves."""
@@ -249,7 +260,7 @@ class ConnectionPool:
             if each.waiting:
                 count, oldest = found.get(each.peer.name, (0, []))
                 calls = [call for _, call in each.oldest(most) if type(call) is InlineFuture]
-                oldest += [(target_name(call.source), call.started) for call in calls]
+                oldest += [(target_name(call.target), call.started) for call in calls]
                 found[each.peer.name] = count + each.waiting, oldest
         return found
 

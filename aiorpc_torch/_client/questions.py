@@ -77,7 +77,7 @@ class Questions:
                 # The peer has no name for a call that does not run there. Such a call waits no more
                 # if it has its result by now.
                 elif (receiver := self._pending.get(node.key[-1])) is not None:
-                    nodes.append(node._replace(method=call_name(receiver.source)))
+                    nodes.append(node._replace(method=call_name(receiver.target)))
             then(nodes)
 
         if len(self._asked) >= MAX_ASKED:
@@ -121,7 +121,7 @@ class Questions:
     def _node(self, number: int, state: str) -> CallNode:
         """Return what this process knows of a pending call."""
         receiver = self._pending[number]
-        age, method = time.monotonic() - receiver.started, call_name(receiver.source)
+        age, method = time.monotonic() - receiver.started, call_name(receiver.target)
         key, (caller, *_) = key_of(self._key, number), self._key
         return CallNode(0, key, method, self._peer.name, caller, age, state)
 

@@ -55,7 +55,7 @@ class CallSender:
         if not connection.is_open:
             return
         if state.cancels or state.credits:  # before later calls
-            self._write(CONTROL, dump(state.controls()))
+            self._send_frame(CONTROL, dump(state.controls()))
         # A transport that has failed would drop them; here they are known to be unsent.
         is_failing = connection.transport.is_closing
         self._is_flushing = True
@@ -93,7 +93,8 @@ class CallSender:
         self.state.must_admit = answers == self.state.window.answers
         self.flush()
 
-    def _write(self, kind: int, data: bytes) -> None:
+    def _send_frame(self, kind: int, data: bytes) -> None:
+        """Send a frame that counts as no message: it cancels, grants credit, or keeps a place."""
         self.bytes += len(data)
         self._connection.write(frame(kind, data))
 
@@ -119,11 +120,11 @@ class CallSender:
             self.bytes += call.shared.size + call.size
             call.shared.send()
         elif call.by_torch:
-            self._write(SLOT, dump((call.number, slot_key(self._pending[call.number].source))))
+            self._send_frame(SLOT, dump((call.number, slot_key(self._pending[call.number].target))))
             self._connection.transfers.send_payload(call)
         elif (carrier := self._connection.carriers.chosen) is None or not self._copy(call, carrier):
             call.by_torch = True
-            if not self.state.must_wait(call):
+            if not self.state.hold_back(call):
                 self._send_large(call)
 
     def _copy(self, call: EncodedCall, carrier: Carrier) -> bool:
@@ -151,7 +152,7 @@ class CallSender:
         target = call.head.target
         if type(target) is NamedTarget and type(target.on) is tuple:  # the common case
             return target.on
-        return slot_key(self._pending[call.number].source)
+        return slot_key(self._pending[call.number].target)
 
 
 def _on_dropped(call: EncodedCall) -> None:

@@ -42,8 +42,8 @@ class StreamReader:
         self.entered_in: Callable[[], Any] = lambda: None  # the task of the block, None if freed
         self.connection: Any = None  # over which the call is sent
         self.number = 0  # of the call there
-        self.target: Any = None  # of the call, as encoded
-        self.source: Any = None  # the target as the caller named it
+        self.target: Any = None  # of the call
+        self.encoded: Any = None  # the target as it is sent
         self.event: Any = None  # of a profiler that records the call, until the end
         self.started = 0.0  # `time.monotonic()` of the call
 
@@ -107,11 +107,11 @@ class StreamReader:
             self._consumed = 0
         if type(item.value) is Entered:
             if not self.enters:
-                name = target_name(self.source)
+                name = target_name(self.target)
                 raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
             return item.value.value  # what its entry has returned
         if self.enters:
-            name = target_name(self.source)
+            name = target_name(self.target)
             raise TypeError(f"{name} is a generator: use `async for`, not `async with`")
         return item.value
 
@@ -123,7 +123,7 @@ class StreamReader:
 
     def _raise(self, failure: CallAborted | RemoteFailure) -> None:
         if type(failure) is CallAborted:
-            raise_aborted(failure, call_name(self.source))
+            raise_aborted(failure, call_name(self.target))
         failure.raise_()
 
     def _finish(self, end: Any) -> None:

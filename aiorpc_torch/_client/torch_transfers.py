@@ -93,7 +93,7 @@ class TorchTransfers:
             data, tensors = (results, ()) if isinstance(results, bytes) else results[:2]
             is_inline = isinstance(results, bytes) or (not tensors and len(data) <= INLINE_BYTES)
             if is_inline or (is_carried and all(map(can_place, tensors))):
-                self.large_results.discard(receiver.target)
+                self.large_results.discard(receiver.encoded)
         self._connection.on_payload_reply(number, own)
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
@@ -101,7 +101,7 @@ class TorchTransfers:
     def collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
         """Request a result that the callee holds."""
         if item is None and len(self.large_results) < MAX_LARGE_RESULTS:
-            self.large_results.add(receiver.target)
+            self.large_results.add(receiver.encoded)
         self._connection.on_payload_sent(0)
         peer = self._peer.name
         try:

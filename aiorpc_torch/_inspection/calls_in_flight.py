@@ -48,7 +48,7 @@ def pending() -> list[PendingCall]:
     now, connections, server = time.monotonic(), pool.find_current(), entry_points.serving()
     calls: list[PendingCall] = []
     for each in () if connections is None else connections.outgoing(None):
-        method, worker = target_name(each.receiver.source), each.connection.peer.name
+        method, worker = target_name(each.receiver.target), each.connection.peer.name
         age = max(0.0, now - each.receiver.started)
         calls.append(PendingCall(method, worker, age, incoming=False))
     for call in () if server is None else server.open_calls():

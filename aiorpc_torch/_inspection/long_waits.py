@@ -68,7 +68,7 @@ class LongWaits:
             session, number = made_by
             if session == BATCH or number in getattr(self._sessions.get(session), "calls", ()):
                 return False
-        key = call.connection.peer.name, call_name(call.receiver.source)
+        key = call.connection.peer.name, call_name(call.receiver.target)
         if now - self._warned.get(key, -QUIET) < QUIET:
             return False
         if len(self._warned) >= _MAX_NAMES:

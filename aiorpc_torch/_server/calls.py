@@ -28,7 +28,6 @@ from .._wire.columns import (
     FAILED,
     PACKED,
     PLAIN,
-    TENSOR,
     SharedValue,
     cell_tensors,
     direct_cell,
@@ -127,7 +126,8 @@ class ServerCall:
             if value is _NOT_CALLED:
                 value = self.invoke()
             if type(value) is CoroutineType:  # the common case
-                # Here, because a call that never waits needs no generator for it.
+                # The first step is taken here, so that a call that never waits needs no generator.
+                # `warn_if_blocking` is one, and takes the steps that follow.
                 has_ended, found = take_step(value.send, None, name)
                 if has_ended:
                     value = found
@@ -305,8 +305,7 @@ class RpcCall(ServerCall):
             return kind, content
         if self.recording is not None and kind == PACKED:
             content.warn_of_lost_graph(f"the result of {self.name}")
-        tensors: Any = (content,) if kind == TENSOR else cell_tensors(kind, content)
-        if tensors:
+        if tensors := cell_tensors(kind, content):
             mapped = self.session.mapped
             check_sendable(tensors, mapped, self.caller)  # else its whole message would fail
             if kind == PACKED and self.recording is None:  # else torch sends the graph

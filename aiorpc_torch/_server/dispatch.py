@@ -314,9 +314,9 @@ class Dispatcher:
             key = head.key
             for number, row in zip(numbers, rows):  # noqa: B905 - 0.2 µs
                 if type(row) is RemoteFailure:
-                    fail = _failing_class(stream=wire.stream)
+                    failing = _failing_class(stream=wire.stream)
                     how = row.raise_, NO_ARGUMENTS, on_loop, None, key
-                    call = fail(session, reply, number, now, *how)
+                    call = failing(session, reply, number, now, *how)
                 else:
                     call = make(session, reply, number, now, function, row, on_loop, joiner, key)
                     if type(row) is OnDevice:
@@ -359,8 +359,8 @@ class Dispatcher:
         stream: bool = False,
     ) -> list[RpcCall]:
         """Return a call that raises `exc` for each number."""
-        fail, how = _failing_class(stream=stream), (partial(_raise, exc), NO_ARGUMENTS, False)
-        return [fail(self._session, reply, number, now, *how) for number in numbers]
+        failing, how = _failing_class(stream=stream), (partial(_raise, exc), NO_ARGUMENTS, False)
+        return [failing(self._session, reply, number, now, *how) for number in numbers]
 
 
 def _set_arguments(call: RpcCall, arguments: Any) -> None:
@@ -406,6 +406,14 @@ class KnownHead:
 
     It refers to the object weakly. While the object and its function are those of the last call, no
     other look-up is needed.
+
+    Attributes:
+        wire: the head as it was read.
+        target: its target, as it was sent.
+        key: of the object or function, whose calls stay in order.
+        object: returns the object of the last call; None if it is gone or not remembered.
+        function: function of the method that was found then.
+        is_simple: whether that is an `async def` without turns or batches, for one small argument.
     """
 
     __slots__ = (
@@ -415,13 +423,13 @@ class KnownHead:
     def __init__(self, data: bytes) -> None:
         self.wire = CallHead(data)
         self.target: Any = self.wire.target
-        self.key: Any = None  # of the object, whose calls stay in order
+        self.key: Any = None
         self.object: Callable[[], Any] = _nothing
         self.function: Any = None
         self._on_loop = False
         self._join: Callable[..., Any] | None = None
         self._make: Callable[..., RpcCall] = RpcCall
-        self.is_simple = False  # an `async def` that takes one small argument
+        self.is_simple = False
 
     def method(self) -> MethodType | None:
         """Return the method if object and function are those of the last call, else None.
@@ -445,9 +453,10 @@ class KnownHead:
             # Its own object's batches: it may be a method of another object.
             joiner = None if join is None else partial(join, function.__self__)
             return function, self._on_loop, joiner, self._make
-        return self._resolve_again(self.wire.tensors_of_target(tensors), exports)
+        return self._look_up(self.wire.tensors_of_target(tensors), exports)
 
-    def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
+    def _look_up(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
+        """Decode the target, find its object and function, and remember them for `method`."""
         decode = decode_target if exports is None else exports.load_target
         target: Any = decode(self.target, tensors, self.wire.target_outside)
         if isinstance(target, RemoteFailure):

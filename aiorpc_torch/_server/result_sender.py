@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from .._carrier.carrier import Carrier
 from .._wire.blocks import ReadyMessage
-from .._wire.columns import FAILED, HELD, PLAIN, TENSOR, cell_bytes, cell_tensors
+from .._wire.columns import FAILED, HELD, PLAIN, cell_bytes, cell_tensors
 from .._wire.connection_state import ReplyState
 from .._wire.exceptions import RemoteFailure
 from .._wire.frames import MAX_FRAME, RESULTS, frame
 from .._wire.messages import EncodedResult, encode_reply
 from .._wire.slots import Slots
-from .._wire.tensors import INLINE_BYTES, size_of
+from .._wire.tensors import INLINE_BYTES
 
 if TYPE_CHECKING:
     from .session import Session
@@ -55,7 +55,7 @@ class ResultSender:
     def queue(self, result: EncodedResult) -> None:
         """Send a result, now or at the end of this loop iteration."""
         key, kind, content = result
-        size = size_of(content) if kind == TENSOR else cell_bytes(kind, content)
+        size = cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
             carrier = self._carriers.chosen
             if carrier is not None and self._copy(result, size, carrier):
@@ -64,6 +64,13 @@ class ResultSender:
         # An item of a stream waits for the copies before it.
         if type(key) is not tuple or not self._copies or self._copies.admit(key[0], (result, size)):
             self.queue_small(result, size)
+
+    def queue_small(self, result: EncodedResult, size: int) -> None:
+        """Queue a result of `size` bytes for its frame; send it now if no other call is running."""
+        if self.replies.add(result, size, is_last=not self._calls):
+            self.flush()
+        else:
+            self._session.flush_soon()
 
     def flush(self) -> None:
         """Send the queued results, if frames may be sent."""
@@ -92,13 +99,6 @@ class ResultSender:
         self.held.clear()
         self._copies.close()
         self._copying.clear()
-
-    def queue_small(self, result: EncodedResult, size: int) -> None:
-        """Queue a result of `size` bytes for its frame; send it now if no other call is running."""
-        if self.replies.add(result, size, is_last=not self._calls):
-            self.flush()
-        else:
-            self._session.flush_soon()
 
     # ── tensors apart ───────────────────────────────────────────────────────────────────────────
 

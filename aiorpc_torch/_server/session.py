@@ -36,7 +36,22 @@ log = logging.getLogger("aiorpc_torch")
 
 
 class Session(Channel):
-    """One connection from the worker `caller`. Results may come from any thread."""
+    """One connection from the worker `caller`. Results may come from any thread.
+
+    Args:
+        server: the server of this worker.
+        peer: the process that calls.
+        connection: the caller's number of the connection.
+        mapped: those that tensors for the peer may be on, beside the CPU, and the peer's for each.
+
+    Attributes:
+        worker: name of this worker.
+        key: key of this session among those of the worker.
+        retired: is set when no further call comes.
+        events: records of the calls that a profiler or `top` watches, by number.
+        calls: those that are not answered, by number.
+        on_created: notes an object that a call has created.
+    """
 
     HIGH_WATER = 8 << 20
     """Bytes of unsent results at which reading pauses. Running calls never pause it: plain `def`s
@@ -55,8 +70,8 @@ class Session(Channel):
         self.worker = server.name
         self.caller = peer.name
         self.key: SessionKey = (peer.name, peer.worker_id, connection)
-        self.retired = asyncio.Event()  # set when no further call comes
-        self.events: dict[int, CallRecord] = {}  # of calls that are recorded
+        self.retired = asyncio.Event()
+        self.events: dict[int, CallRecord] = {}
         self.on_created = server.created.add
         self._server = server
         self._call_on_loop = server.executor.call_on_loop

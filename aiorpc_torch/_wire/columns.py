@@ -103,9 +103,7 @@ def cell_bytes(kind: CellKind, content: Any) -> int:
     """Return the bytes of a cell, without its constant overhead."""
     if type(kind) is tuple:
         return len(content)
-    if kind == PACKED:
-        return content.size  # type: ignore[no-any-return]
-    if kind == FAILED:
+    if kind in (PACKED, FAILED):
         return content.size  # type: ignore[no-any-return]
     if kind == TENSOR:
         return size_of(content)

@@ -35,7 +35,8 @@ TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window ad
 class Phase(IntEnum):
     """A phase of a connection, which only goes forward, from each one to any later one.
 
-    Up to `JUDGED` it takes calls. From `FINISHED` on, none is pending.
+    Up to `JUDGED` it takes calls. At `FINISHED` none is pending. `Connection` decides when it goes
+    forward. Whether frames may be sent is another question: `Channel.is_open`.
     """
 
     OPENING = 0
@@ -130,9 +131,14 @@ class SendState(Generic[C]):
         object_of: Returns the key of a call's object; None if that is unknown.
 
     Attributes:
-        queue: the unsent calls that wait for no copy.
-        ready: those that have waited for one; none that has begun since holds them back.
+        woken: callers that the last read with a result woke; 0 before the first. After 1 the next
+            call is expected to be alone, and is sent at once. After others it waits for more.
         must_admit: whether the next frame has a call even if the window is full.
+        is_paused: True before the connection opens, and while its socket is full.
+        cancels: numbers of calls whose cancellation is not sent yet.
+        credits: numbers of streams, with the credit that is not sent yet.
+        queue: the unsent calls that wait for no copy.
+        ready: those that have waited for one; a copy that has begun since holds none of them back.
     """
 
     def __init__(
@@ -143,17 +149,17 @@ class SendState(Generic[C]):
         object_of: Callable[[C], Hashable],
     ) -> None:
         self.window = window
-        self.woken = 0  # callers that the last read with a result woke
+        self.woken = 0
         self.must_admit = False
-        self.is_paused = True  # before the connection opens, and while its socket is full
+        self.is_paused = True
         self.cancels: list[int] = []
         self.credits: list[tuple[int, int]] = []
         self.queue: deque[C] = deque()
+        self.ready: deque[C] = deque()
         self._pending = pending
         self._drop = drop
         self._object_of = object_of
         self._copies: Slots[C] = Slots()
-        self.ready: deque[C] = deque()
         # In the window and not sent, by number: calls that are copied, or wait for a copy.
         self._admitted: dict[int, C] = {}
 
@@ -195,6 +201,14 @@ class SendState(Generic[C]):
             return True
         return False  # unsent: the call will be dropped
 
+    def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Return and forget the cancellations and credit to send, None if there are none."""
+        if not self.cancels and not self.credits:
+            return None
+        found = self.cancels, self.credits
+        self.cancels, self.credits = [], []
+        return found
+
     def take(self) -> list[C]:
         """Return the calls of the next frame. A large call is alone: copy it, or send it."""
         taken: list[C] = []
@@ -216,7 +230,9 @@ class SendState(Generic[C]):
                     break
                 must_admit = False
                 window.sent(number, more)
-                if self._copies.queues and self._waits_for_copy(call):
+                # A call whose own tensors are to be copied does not wait: that is done meanwhile.
+                is_behind = self._copies.queues and (call.by_torch or not call.is_large)
+                if is_behind and self.hold_back(call):
                     queue.popleft()
                     continue
             if self._admitted:
@@ -226,11 +242,6 @@ class SendState(Generic[C]):
             if call.is_large:
                 break
         return taken
-
-    def _waits_for_copy(self, call: C) -> bool:
-        """Return whether a call waits for copies; one whose own tensors are copied does not."""
-        is_copied = call.is_large and not call.by_torch
-        return not is_copied and self.must_wait(call)
 
     # ── while the tensors of a call are copied ──────────────────────────────────────────────────
 
@@ -250,21 +261,15 @@ class SendState(Generic[C]):
         """Note that a call cannot be copied: calls behind it wait for it no more."""
         self.ready += self._copies.drop(call.number)
 
-    def must_wait(self, call: C) -> bool:
-        """Return whether a call waits for the copies before it; it is queued again after them."""
+    def hold_back(self, call: C) -> bool:
+        """Keep a call until the copies before it have ended; return False if it waits for none."""
         if self._copies.admit(self._object_of(call), call):
             self._admitted.pop(call.number, None)
             return False
         self._admitted[call.number] = call
         return True
 
-    def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Return and forget the cancellations and credit to send, None if there are none."""
-        if not self.cancels and not self.credits:
-            return None
-        found = self.cancels, self.credits
-        self.cancels, self.credits = [], []
-        return found
+    # ── calls that are given up ─────────────────────────────────────────────────────────────────
 
     def clear(self) -> list[int]:
         """Drop the unsent calls; return the numbers of the sent and unanswered ones."""
@@ -309,7 +314,7 @@ class ReplyState:
     def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
         """Queue a result of some `size` bytes; return whether to send now.
 
-        The last result is one while no other call of this connection is running.
+        `is_last` says that no other call of this connection is running.
         """
         self.results.append(result)
         self.sizes.append(size)

@@ -28,7 +28,7 @@ async def test_a_scope_is_reported_before_an_error_at_its_deadline() -> None:
         reader.add(0, RemoteFailure.of(CallTimeout("a nested call"), "b"), 0)
 
     reader = StreamReader()
-    reader.connection, reader.source = Elsewhere(), FetchTarget((0, 0))
+    reader.connection, reader.target = Elsewhere(), FetchTarget((0, 0))
     with anyio.move_on_after(0.02) as scope:
         stream = RemoteStream(reader, time.monotonic() + 0.02, None)
         asyncio.get_running_loop().call_soon(fail_late)

@@ -24,7 +24,7 @@ class Consumer:
     def __init__(self) -> None:
         self.granted: list[int] = []
         self.reader = StreamReader()
-        self.reader.connection, self.reader.source = self, FetchTarget((0, 0))
+        self.reader.connection, self.reader.target = self, FetchTarget((0, 0))
 
     def grant(self, _: int, credit: int) -> None:
         """Note credit, as a connection sends it."""

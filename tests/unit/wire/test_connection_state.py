@@ -475,7 +475,7 @@ class Copying(RuleBasedStateMachine):
             return
         self.state.stop_copy(call)
         self.copied.add(call.number)
-        if not self.state.must_wait(call):
+        if not self.state.hold_back(call):
             self.send([call])
 
     def send(self, calls: list[Call]) -> None:
@@ -632,7 +632,7 @@ def test_a_copy_that_fails_keeps_its_place() -> None:
     first, second = large(0), large(1)
     state = copying(first, second)
     state.stop_copy(second)
-    assert state.must_wait(second)
+    assert state.hold_back(second)
     state.submit(Call(2, on="a"), is_idle=False)
     assert state.take() == []
     assert state.end_copy(first)
@@ -640,7 +640,7 @@ def test_a_copy_that_fails_keeps_its_place() -> None:
     alone = large(3)
     state = copying(alone)
     state.stop_copy(alone)
-    assert not state.must_wait(alone)
+    assert not state.hold_back(alone)
 
 
 @pytest.mark.promise("order.payload_released")

@@ -261,7 +261,7 @@ class BothEnds(RuleBasedStateMachine):
                 return
             self.state.stop_copy(call)
             call.by_torch = True
-            if not self.state.must_wait(call):
+            if not self.state.hold_back(call):
                 self.send_large(call)
 
     def end_copy(self, which: int, fails: bool) -> None:
