@@ -52,6 +52,7 @@ def warn_if_blocking(
 ) -> Generator[Any, Any, R]:
     """Await `coroutine` by `take_step`, from its first step or from the result of that on."""
     has_ended, value = first or take_step(coroutine.send, None, name)
+    first = None  # it refers to what is awaited, which may end long before this
     while not has_ended:
         try:
             step, value = coroutine.send, (yield value)

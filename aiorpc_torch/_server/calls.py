@@ -128,8 +128,12 @@ class ServerCall:
                 value = self.invoke()
             if type(value) is CoroutineType:  # the common case
                 # Here, because a call that never waits needs no generator for it.
-                has_ended, found = first = take_step(value.send, None, name)
-                value = found if has_ended else await warn_if_blocking(value, name, first)
+                first: Any = take_step(value.send, None, name)
+                if first[0]:
+                    value = first[1]
+                else:  # this frame must not keep the result of what is awaited first
+                    value, first = warn_if_blocking(value, name, first), None
+                    value = await value
             elif inspect.isawaitable(value):
                 value = await value
             if self.kind == "stream":
