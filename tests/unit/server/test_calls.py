@@ -1,6 +1,7 @@
 """The ends of calls, as their callers see them."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator
 from operator import add
 from typing import Any
@@ -56,3 +57,24 @@ async def test_a_large_result_of_a_cancelled_call_is_not_held(ends: TwoEnds, fun
     await until(lambda: not session.calls)
     assert session.held_bytes == 0
     assert not session.has_work()
+
+
+class Observation:
+    """The result of something that a call waits for."""
+
+
+async def releases_what_it_has_awaited(_: int) -> bool:
+    loop = asyncio.get_running_loop()
+    future, result = loop.create_future(), Observation()
+    loop.call_soon(future.set_result, result)
+    known = weakref.ref(result)
+    del result
+    await future
+    del future
+    await asyncio.sleep(0)
+    return known() is None
+
+
+async def test_a_call_that_runs_on_keeps_no_result(ends: TwoEnds) -> None:
+    """Not that of its first `await` either: it may be large, and the call may never end."""
+    assert await call("far", releases_what_it_has_awaited, 1)
