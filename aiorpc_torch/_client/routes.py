@@ -371,7 +371,10 @@ class AnyMember(Generic[T]):
         if chosen is not None:
             return group, chosen
         if refusals:
-            raise next(iter(refusals.values()))
+            try:
+                raise next(iter(refusals.values()))
+            finally:
+                del refusals  # else it is a cycle, as below
         owners = [owner_name(member) for member in group]
         lost = [each for each in owners if not pool.has_left(pool.worker_of(each))]
         # In no variable: it would be a cycle, which keeps what the caller's frames hold.
