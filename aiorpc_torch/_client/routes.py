@@ -371,11 +371,14 @@ class AnyMember(Generic[T]):
         if chosen is not None:
             return group, chosen
         if refusals:
-            raise next(iter(refusals.values()))
-        errors = [
-            pool.gone(owner_name(member), f"so have all members of {group!r}") for member in group
-        ]
-        raise next((each for each in errors if isinstance(each, WorkerLost)), errors[0])
+            try:
+                raise next(iter(refusals.values()))
+            finally:
+                del refusals  # else it is a cycle, as below
+        owners = [owner_name(member) for member in group]
+        lost = [each for each in owners if not pool.has_left(pool.worker_of(each))]
+        # In no variable: it would be a cycle, which keeps what the caller's frames hold.
+        raise pool.gone([*lost, *owners][0], f"so have all members of {group!r}")
 
 
 def _without(

@@ -1,9 +1,11 @@
 """Groups over processes: what several workers, losses and replacement processes add."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,36 @@ async def test_losses() -> None:
         made: Group[Any] = Group(raised.value.results[:2])
         assert await remote(made).add(0) == [1, 2]
         assert me.rank == 0
+
+
+class Held:
+    """What the caller of a failed call holds."""
+
+
+async def test_an_error_of_any_keeps_nothing() -> None:
+    """What its caller holds goes at once, without the collector of cycles."""
+
+    async def fail(_: Held) -> str:
+        try:
+            await remote(group.any()).add(0)
+        except WorkerLost as exc:
+            return exc.reason
+        return ""
+
+    async with world(["a"]):
+        group = await create(["a"], Node)
+        kill("a")
+        assert "SIGKILL" in await fail(Held())
+        held = Held()
+        gone = weakref.ref(held)
+        gc.disable()
+        try:
+            assert await fail(held) == "no member of the group is left"
+            del held
+            await asyncio.sleep(0)
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 async def check_loss_in_a_call() -> None:

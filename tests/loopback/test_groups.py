@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -846,6 +848,34 @@ async def test_any_calls_another_member_if_a_queue_is_full() -> None:
         await remote(Group([full, full]).any()).work(0)
     assert await remote(full).open() == 1
     assert await asyncio.gather(*running) == ["full", "full"]
+
+
+class Held:
+    """What the caller of a call holds."""
+
+
+async def test_the_error_of_full_queues_keeps_nothing() -> None:
+    """What its caller holds goes at once, without the collector of cycles."""
+
+    async def fail(_: Held) -> str:
+        try:
+            return await remote(Group([full, full]).any()).work(0)
+        except QueueFull:
+            return "refused"
+
+    full, running = await full_queue("full")
+    held = Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        assert await fail(held) == "refused"
+        del held
+        await asyncio.sleep(0)
+        assert gone() is None
+    finally:
+        gc.enable()
+    await remote(full).open()
+    await asyncio.gather(*running)
 
 
 @pytest.mark.promise("any.refused")
