@@ -39,6 +39,9 @@ TraitsFunction = Callable[[CallArgs, str], CallTraits]
 InThread = Callable[[Callable[[], list[Any]]], Coroutine[Any, Any, list[Any]]]
 """Runs a function in a thread."""
 
+FindRows = Callable[[], Rows]
+"""Returns the rows of a batch, which it finds at the first call: in a thread where there is one."""
+
 
 def is_generator(function: Callable[..., Any]) -> bool:
     """Return whether a function, under its decorators, is a generator, async or plain."""
@@ -102,11 +105,11 @@ class BatchFunction:
         calls: Sequence[CallArgs],
         compute: Callable[[Collator], Any] | None = None,
         in_thread: InThread = in_thread,
-        rows: Rows | None = None,
+        rows: FindRows | None = None,
     ) -> list[Any]:
         """Call the function, or `compute`, once for all `calls`; return one result per call."""
         if compute is None:
-            rows = None if self._rows is None else rows_of(calls, self._rows)
+            rows = self._find_rows(calls)
             compute = functools.partial(self._call, instance, calls, rows)
         count = len(calls)
         if self._cuda is not None:
@@ -121,12 +124,19 @@ class BatchFunction:
         split = functools.partial(self._split_after, fence.wait, result, count, rows)
         return await in_thread(split)
 
+    def _find_rows(self, calls: Sequence[CallArgs]) -> FindRows | None:
+        # Not at once: that takes up to 0.8 ms of the event loop with 64 callers.
+        # (tests/unit/batching/test_batch_function.py)
+        if self._rows is None:
+            return None
+        return functools.cache(functools.partial(rows_of, calls, self._rows))
+
     async def iterate(
         self, instance: Any, calls: Sequence[CallArgs]
     ) -> AsyncGenerator[list[Any], None]:
         """Call the generator function once for all `calls`; yield one result per call and step."""
         source: Any = None
-        rows = None if self._rows is None else rows_of(calls, self._rows)
+        rows = self._find_rows(calls)
         thread = None if self.is_async else OwnThread()
         run = in_thread if thread is None else thread.run
 
@@ -160,7 +170,7 @@ class BatchFunction:
         self,
         compute: Callable[[Collator], Any],
         count: int,
-        rows: Rows | None,
+        rows: FindRows | None,
         in_thread: InThread,
     ) -> list[Any]:
         collator = self._cuda_collator
@@ -182,12 +192,12 @@ class BatchFunction:
         return await in_thread(split)
 
     def _split_after(
-        self, wait: Callable[[], object], result: Any, count: int, rows: Rows | None
+        self, wait: Callable[[], object], result: Any, count: int, rows: FindRows | None
     ) -> list[Any]:
         wait()
         return self._split(result, count, rows)
 
-    def _split(self, result: Any, count: int, rows: Rows | None) -> list[Any]:
+    def _split(self, result: Any, count: int, rows: FindRows | None) -> list[Any]:
         if self.is_generator:
             if result is ENDED:
                 return ENDED  # type: ignore[no-any-return]
@@ -198,15 +208,15 @@ class BatchFunction:
             self.name,
             stacked=self._stacked,
             for_all=self._for_all,
-            rows=rows,
+            rows=None if rows is None else rows(),
             verb="yielded" if self.is_generator else "returned",
         )
 
     def _call(
-        self, instance: Any, calls: Sequence[CallArgs], rows: Rows | None, collator: Collator
+        self, instance: Any, calls: Sequence[CallArgs], rows: FindRows | None, collator: Collator
     ) -> Any:
         if rows is not None:
-            calls = with_rows(calls, rows)
+            calls = with_rows(calls, rows())
         columns = zip(*calls, strict=True)
         values: list[Any]
         if self._stacked:
