@@ -4,7 +4,7 @@ A tree consists of tensors, arrays and numbers in dicts, tuples, lists and datac
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -90,15 +90,20 @@ def row_counts(tree: Any, *, numbers: bool = False) -> set[int | None]:
 
     Leave out numbers if `numbers`: in an argument they are for each of its rows.
     """
+    return {*_row_counts(tree, numbers)}
+
+
+def _row_counts(tree: Any, numbers: bool) -> Iterator[int | None]:  # faster than sets of sets
     if isinstance(tree, Tensor):
-        return {tree.shape[0] if tree.dim() else None}
-    if is_array(tree):
+        yield tree.shape[0] if tree.dim() else None
+    elif is_array(tree):
         array = _as_array(tree)
-        return {array.shape[0] if array.ndim else None}
-    if (nodes := children(tree)) is not None:
-        found = set[int | None]()
-        return found.union(*(row_counts(each, numbers=numbers) for each in nodes.values()))
-    return set() if numbers and type(tree) in _NUMBERS else {None}
+        yield array.shape[0] if array.ndim else None
+    elif (nodes := children(tree)) is not None:
+        for node in nodes.values():
+            yield from _row_counts(node, numbers)
+    elif not (numbers and type(tree) in _NUMBERS):
+        yield None
 
 
 def row_count(tree: Any, *, numbers: bool = False) -> int | None:

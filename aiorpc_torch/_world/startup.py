@@ -274,20 +274,21 @@ def resolve_device_maps(
     many devices share their maps; one that has joined has its own.
     """
     counts = {each.name: each.devices for each in registrations}
+    with_devices = [each for each in registrations if each.devices]
 
     @functools.cache
     def auto(devices: int, last_joined: int) -> NamedDeviceMaps:
-        known = (each for each in registrations if not each.joined or each.rank <= last_joined)
+        known = (each for each in with_devices if not each.joined or each.rank <= last_joined)
         return {
             each.name: {f"cuda:{n}": f"cuda:{n}" for n in range(min(devices, each.devices))}
             for each in known
-            if devices and each.devices
         }
 
     found = []
     for each in registrations:
         if isinstance(each.device_maps, str):  # valid: both sides have these devices
-            found.append(auto(each.devices, each.rank if each.joined else -1))
+            last_joined = each.rank if each.joined else -1
+            found.append(auto(each.devices, last_joined) if each.devices else {})
             continue
         for peer, devices in each.device_maps.items():
             if not each.joined or entering in (each.name, peer):

@@ -99,33 +99,37 @@ def merge(trees: Sequence[Loaded], needed: Mapping[str, Box]) -> Any:
     first publisher's counts. `needed` has slices by names; other tensors are needed whole.
     """
     parts = {key: part for _, found in trees for key, part in found.items()}
+    return _merge([tree for tree, _ in trees], parts, needed, "")
 
-    def merged(trees: Sequence[Any], name: str) -> Any:
-        first = trees[0]
-        if id(first) in parts:
-            found = [parts[id(each)] for each in trees if id(each) in parts]
-            return _merge_parts(found, needed, name)
-        if isinstance(first, Mapping):
-            joined: Any = copy.copy(first)  # with what a state dict has besides
-            alike = [each for each in trees if isinstance(each, Mapping)]
-            for key in dict.fromkeys(key for each in alike for key in each):
-                values = [each[key] for each in alike if key in each]
-                joined[key] = merged(values, f"{name}[{key!r}]")
-            return joined
-        alike = [each for each in trees if type(each) is type(first)]
-        if type(first) in (list, tuple) or hasattr(first, "_fields"):
-            columns = zip(*(each for each in alike if len(each) == len(first)), strict=True)
-            items = [merged(column, f"{name}[{index}]") for index, column in enumerate(columns)]
-            return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-        if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            joined = copy.copy(first)
-            for field in (each.name for each in dataclasses.fields(first)):
-                if values := [getattr(each, field) for each in alike if hasattr(each, field)]:
-                    object.__setattr__(joined, field, merged(values, f"{name}.{field}"))
-            return joined
-        return first
 
-    return merged([tree for tree, _ in trees], "")
+# A function of the module: one inside `merge` that calls itself would be garbage of a cycle, and
+# keep what was received until it is collected. (tests/unit/training/test_joining.py)
+def _merge(
+    trees: Sequence[Any], parts: Mapping[int, Part], needed: Mapping[str, Box], name: str
+) -> Any:
+    first = trees[0]
+    if id(first) in parts:
+        return _merge_parts([parts[id(each)] for each in trees if id(each) in parts], needed, name)
+    if isinstance(first, Mapping):
+        joined: Any = copy.copy(first)  # with what a state dict has besides
+        alike = [each for each in trees if isinstance(each, Mapping)]
+        for key in dict.fromkeys(key for each in alike for key in each):
+            values = [each[key] for each in alike if key in each]
+            joined[key] = _merge(values, parts, needed, f"{name}[{key!r}]")
+        return joined
+    alike = [each for each in trees if type(each) is type(first)]
+    if type(first) in (list, tuple) or hasattr(first, "_fields"):
+        columns = enumerate(zip(*(each for each in alike if len(each) == len(first)), strict=True))
+        items = [_merge(column, parts, needed, f"{name}[{index}]") for index, column in columns]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        joined = copy.copy(first)
+        for field in (each.name for each in dataclasses.fields(first)):
+            if values := [getattr(each, field) for each in alike if hasattr(each, field)]:
+                value = _merge(values, parts, needed, f"{name}.{field}")
+                object.__setattr__(joined, field, value)
+        return joined
+    return first
 
 
 def _merge_parts(found: Sequence[Part], needed: Mapping[str, Box], name: str) -> Parts:

@@ -65,10 +65,10 @@ class Relay:
         self._wanted = dict(wanted) if self._wanted is None else union(self._wanted, wanted)
         while True:
             for each in sorted(self._held, reverse=True):
-                snapshot, held = self._held[each]
                 is_asked = each == number if method == "get" else each > number
-                if is_asked and has_all(held, wanted):
-                    return snapshot.sent(each, has)
+                # No name for a version: it would be kept as long as this waits.
+                if is_asked and has_all(self._held[each][1], wanted):
+                    return self._held[each][0].sent(each, has)
             # Also of another follower's number: the publisher learns from it what was seen.
             await self._transferred((method, number, frozenset(self._wanted.items())))
 

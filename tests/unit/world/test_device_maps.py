@@ -1,5 +1,6 @@
 """Device maps of all workers, resolved together: each error names worker, peer and device."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -109,3 +110,20 @@ def test_auto_is_the_same_index_on_both_sides(counts: list[tuple[int, bool]]) ->
         for (others, _), other in zip(counts, registrations, strict=True):
             devices = [f"cuda:{index}" for index in range(min(count, others))] if auto else []
             assert found[one.name].get(other.name, {}) == dict(zip(devices, devices, strict=True))
+
+
+def test_the_work_is_linear_in_workers_without_devices_that_have_joined() -> None:
+    """Each worker that enters resolves the maps of all."""
+
+    class Counted(list[Registration]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Registration]:
+            for each in super().__iter__():
+                self.looks += 1
+                yield each
+
+    many = (registration(f"w{rank}", 0, "auto") for rank in range(100))
+    joined = Counted(replace(each, rank=rank, joined=rank > 0) for rank, each in enumerate(many))
+    assert resolve_device_maps(joined, "w1") == [{}] * 100
+    assert joined.looks < 1000
