@@ -40,7 +40,7 @@ InThread = Callable[[Callable[[], list[Any]]], Coroutine[Any, Any, list[Any]]]
 """Runs a function in a thread."""
 
 FindRows = Callable[[], Rows]
-"""Returns the rows of a batch, which it finds at the first call: in a thread where there is one."""
+"""Returns the rows of a batch. It counts them at the first call, in the thread of a plain `def`."""
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
@@ -53,6 +53,10 @@ class BatchFunction:
     """A function that gets one list per parameter; with a `collation`, one tree of tensors.
 
     With `for_all`, its result is for all callers.
+
+    Attributes:
+        positional: number of arguments of a call that `bind` returns as they are, if none is a
+            keyword; -1 if there is a keyword-only parameter.
     """
 
     def __init__(
@@ -107,7 +111,12 @@ class BatchFunction:
         in_thread: InThread = in_thread,
         rows: FindRows | None = None,
     ) -> list[Any]:
-        """Call the function, or `compute`, once for all `calls`; return one result per call."""
+        """Call the function once for all `calls`; return one result per call.
+
+        Args:
+            compute: A step of a generator, in place of the function; `rows` are those of its calls.
+            in_thread: Runs what a plain `def` does, or waits for a device.
+        """
         if compute is None:
             rows = self._find_rows(calls)
             compute = functools.partial(self._call, instance, calls, rows)
@@ -126,7 +135,7 @@ class BatchFunction:
 
     def _find_rows(self, calls: Sequence[CallArgs]) -> FindRows | None:
         # Not at once: that takes up to 0.8 ms of the event loop with 64 callers.
-        # (tests/unit/batching/test_batch_function.py)
+        # (tests/unit/batching/test_function.py)
         if self._rows is None:
             return None
         return functools.cache(functools.partial(rows_of, calls, self._rows))
