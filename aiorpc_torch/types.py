@@ -24,7 +24,7 @@ from ._node.config import OnFailure
 from ._peers.changes import Change
 from ._server.exports import Export
 from ._torch.devices import DeviceMaps
-from ._wire.standing import Standing, Standings
+from ._wire.where import Standing, Standings
 from ._world.thread import WorkerThread
 from ._world.worker import Worker
 from .errors import RemoteTraceback

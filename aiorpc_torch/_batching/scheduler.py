@@ -74,7 +74,7 @@ class Scheduler(abc.ABC, Generic[T]):
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._running = 0
-        self.waiting: dict[T, Any] = {}
+        self.waiting: dict[T, Any] = {}  # in order; a dict, for items that leave amid the others
 
     @property
     def is_idle(self) -> bool:

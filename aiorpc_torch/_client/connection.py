@@ -504,6 +504,16 @@ class Connection(Channel):
         self.on_read()
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────
+    #
+    # What ends it, and the phase that it enters:
+    #   _on_opened       it could not be opened            LOST, or FINISHED if the peer may live
+    #   leave            this process leaves or is told to FINISHED, and CLOSE is sent
+    #   _retire          the peer leaves                   RETIRING, then RETIRED and its CLOSE
+    #   on_close         CLOSE of the peer                 FINISHED
+    #   on_broken        a frame that cannot be read       FINISHED; the channel closes
+    #   on_end           the transport has ended           on one host LOST, else JUDGED by a ping
+    #   on_peer_lost     the peer is lost, by any sign     FINISHED once the transport has ended
+    # `_finish` fails the calls, `_lose` lets them wait for the reason of the loss.
 
     def open(self) -> None:
         """Start to connect, in a task."""

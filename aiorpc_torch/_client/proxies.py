@@ -141,6 +141,7 @@ def _name_of(method: RemoteMethod) -> str:
     return str(next((each.name for each in args if type(each) is MethodTarget), args[0]))
 
 
+# Read past `__getattribute__`, which would call itself.
 _slots: Any = vars(RemoteProxy)
 _rref_of, _timeout_of = _slots["_rref"].__get__, _slots["_timeout"].__get__
 _retries_of, _methods_of = _slots["_retries"].__get__, _slots["_methods"].__get__

@@ -18,7 +18,8 @@ from .._endpoint import entry_points
 from .._torch.transport import send, wrap_future
 from .._wire.frames import WHERE
 from .._wire.plain import dump
-from .._wire.standing import (
+from .._wire.targets import call_name
+from .._wire.where import (
     MOST_CALLS,
     CallNode,
     Key,
@@ -30,7 +31,6 @@ from .._wire.standing import (
     read_lines,
     standings_of,
 )
-from .._wire.targets import call_name
 
 if TYPE_CHECKING:
     from .connection import Connection

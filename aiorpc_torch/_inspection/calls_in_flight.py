@@ -11,9 +11,9 @@ from .._client import pool
 from .._client.pool import Outgoing
 from .._endpoint import entry_points
 from .._endpoint.runtime import mark_runs_on_loop
-from .._node.standing import ask
-from .._wire.standing import MOST_CALLS, Limits, Standings, standings_of
+from .._node.where import ask
 from .._wire.targets import target_name
+from .._wire.where import MOST_CALLS, Limits, Standings, standings_of
 
 
 @dataclass(frozen=True, slots=True)

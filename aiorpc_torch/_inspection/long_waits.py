@@ -14,8 +14,8 @@ from .._client.pool import Outgoing
 from .._client.stream_reader import StreamReader
 from .._node.node import Node
 from .._wire.ancestry import BATCH
-from .._wire.standing import IDLE, CallNode, Limits, Standings, standings_of
 from .._wire.targets import call_name
+from .._wire.where import IDLE, CallNode, Limits, Standings, standings_of
 
 log = logging.getLogger("aiorpc_torch")
 

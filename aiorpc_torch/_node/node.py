@@ -22,14 +22,14 @@ from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
 from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from .._wire.standing import dump_answer, dump_lines, read_question
+from .._wire.where import dump_answer, dump_lines, read_question
 from ..errors import RpcError, WorkerLeft
 from .attachments import LEFT_GROUP, Attachments
 from .config import NodeConfig
 from .departures import Departures
 from .membership import Children, Membership
 from .registry import Registry
-from .standing import Answers, tracing
+from .where import Answers, tracing
 
 _read_leave_message = reader(tuple[str, int, str])
 

@@ -13,7 +13,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, exclusive, remote
 from aiorpc_torch.observe import where
 from aiorpc_torch.testing import Gate
-from tests.support.standing import SOON, Guard, line_of, until_late, until_stands
+from tests.support.where import SOON, Guard, line_of, until_late, until_stands
 
 
 class Part:
@@ -77,7 +77,7 @@ async def end(calls: "list[asyncio.Future[Any]]") -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-@pytest.mark.promise("standing.deadlock", "standing.late")
+@pytest.mark.promise("where.deadlock", "where.late")
 async def test_two_locks_over_three_workers(workers: Any) -> None:
     """The error of a third worker's call names both locks, their holders and the circle."""
     await workers(["server", "learner"])
@@ -112,7 +112,7 @@ class Job:
                 pass
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 @pytest.mark.slow
 async def test_two_remote_blocks(workers: Any) -> None:
     await workers(["locks", "a", "b"])
@@ -133,7 +133,7 @@ async def test_two_remote_blocks(workers: Any) -> None:
     await end(calls)
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 @pytest.mark.slow
 async def test_two_exclusive_objects(workers: Any) -> None:
     """Each has its turn and waits for the other's."""
@@ -151,7 +151,7 @@ async def test_two_exclusive_objects(workers: Any) -> None:
     await end(calls)
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 @pytest.mark.slow
 async def test_a_chain_over_three_workers(workers: Any) -> None:
     await workers(["a", "b", "c"])
@@ -167,7 +167,7 @@ async def test_a_chain_over_three_workers(workers: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.promise("standing.late")
+@pytest.mark.promise("where.late")
 @pytest.mark.parametrize("how", ["frozen", "blocked"])
 async def test_a_worker_that_does_not_answer(workers: Any, how: str) -> None:
     """The error comes at its time, and says why nothing is known. `where` takes a second."""
@@ -200,7 +200,7 @@ async def test_a_worker_that_does_not_answer(workers: Any, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.promise("standing.long", "standing.deadlock")
+@pytest.mark.promise("where.long", "where.deadlock")
 async def test_a_warning_of_long_waits(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes at the caller that is no call itself."""
     warned = asyncio.get_running_loop().create_future()
@@ -221,7 +221,7 @@ async def test_a_warning_of_long_waits(workers: Any, monkeypatch: pytest.MonkeyP
     await end(calls)
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 @pytest.mark.slow
 def test_from_synchronous_code() -> None:
     with aiorpc.in_thread(aiorpc.local_world(["a"])) as me:

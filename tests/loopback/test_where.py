@@ -18,7 +18,7 @@ from aiorpc_torch.observe import where
 from aiorpc_torch.testing import Gate
 from aiorpc_torch.types import Standings
 from tests.support.raw_connections import Tap
-from tests.support.standing import line_of, until_late, until_stands
+from tests.support.where import line_of, until_late, until_stands
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -209,7 +209,7 @@ def without_ages(found: object) -> list[str]:
     return re.sub(r", [\d.]+ s: ", ": ", str(found)).splitlines()
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 async def test_a_coroutine(calls: Calls) -> None:
     """It is told in which line it awaits, and in which function of Python."""
     _, rref = calls.service()
@@ -221,7 +221,7 @@ async def test_a_coroutine(calls: Calls) -> None:
     assert call.waits_for == ()
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 async def test_a_plain_def(calls: Calls) -> None:
     """Its own line is first, and the innermost last."""
     _, rref = calls.service()
@@ -232,7 +232,7 @@ async def test_a_plain_def(calls: Calls) -> None:
     assert without_ages(found) == [f"Service.wait_in_thread on worker 'main': {text}"]
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 @pytest.mark.parametrize("method", ["awaits_a_thread", "shields_a_thread", "waits_for_an_executor"])
 async def test_a_thread_of_an_executor(calls: Calls, method: str) -> None:
     """The line of the coroutine, then those of the thread."""
@@ -259,7 +259,7 @@ async def test_a_future_whose_callback_has_a_variable_without_a_value(calls: Cal
     await until_stands(f"waits at {line_of(Service.awaits_a_future, 'await future')}")
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_a_batch_and_what_waits_behind_it(calls: Calls) -> None:
     service, rref = calls.service()
     calls.make(remote(rref).batch(1))
@@ -274,7 +274,7 @@ async def test_a_batch_and_what_waits_behind_it(calls: Calls) -> None:
     ]
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_a_batch_in_a_thread(calls: Calls) -> None:
     _, rref = calls.service()
     calls.make(remote(rref).batch_in_thread(1), remote(rref).batch_in_thread(2))
@@ -283,14 +283,14 @@ async def test_a_batch_in_a_thread(calls: Calls) -> None:
     assert [each.state for each in found] == ["is in a batch, which runs in a thread"] * 2
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_a_round_that_is_not_full(calls: Calls) -> None:
     _, rref = calls.service()
     calls.make(remote(rref).round(1), remote(rref).round(2))
     await until_stands("waits for its round: 2 of 3 are there (main, main)")
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 async def test_a_batch_that_a_method_awaits(calls: Calls) -> None:
     _, rref = calls.service()
     calls.make(remote(rref).awaits_a_batch())
@@ -303,7 +303,7 @@ async def test_a_batch_that_a_method_awaits(calls: Calls) -> None:
     ]
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_a_turn(calls: Calls) -> None:
     """The call that has the turn is named; a batch waits for its turn too."""
     service, rref = calls.service(Alone)
@@ -321,7 +321,7 @@ async def test_a_turn(calls: Calls) -> None:
     ]
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_one_of_several_turns(calls: Calls) -> None:
     """Any of those that have one may end first."""
     service, rref = calls.service(Two)
@@ -332,7 +332,7 @@ async def test_one_of_several_turns(calls: Calls) -> None:
     assert [(each.reason, each.is_certain) for each in call.waits_for] == [("turn", False)] * 2
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_a_paused_object(calls: Calls) -> None:
     """It is told who has paused it."""
     _, rref = calls.service()
@@ -342,7 +342,7 @@ async def test_a_paused_object(calls: Calls) -> None:
         await until_stands("waits: its object is paused, by worker 'main'")
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 @pytest.mark.parametrize("name", ["items", "items_in_thread"])
 async def test_a_stream_without_credit(calls: Calls, name: str) -> None:
     _, rref = calls.service()
@@ -354,7 +354,7 @@ async def test_a_stream_without_credit(calls: Calls, name: str) -> None:
     await stream.aclose()
 
 
-@pytest.mark.promise("standing.queues")
+@pytest.mark.promise("where.queues")
 async def test_all_threads_are_taken(calls: Calls) -> None:
     service, rref = calls.service()
     for _ in range(100):  # more than there are
@@ -363,7 +363,7 @@ async def test_all_threads_are_taken(calls: Calls) -> None:
     await service.gate.open()
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 @pytest.mark.parametrize(("method", "count"), [("gathers", 2), ("in_a_group", 1), ("reads", 1)])
 async def test_calls_of_a_call(calls: Calls, method: str, count: int) -> None:
     """Those that it awaits: by `gather`, in a group of tasks, as a stream."""
@@ -375,7 +375,7 @@ async def test_calls_of_a_call(calls: Calls, method: str, count: int) -> None:
     assert [(each.reason, each.is_certain) for each in call.waits_for] == [("call", True)] * count
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 async def test_a_call_that_is_not_awaited(calls: Calls) -> None:
     """A task that the method has left behind is perhaps what it waits for."""
     service, rref = calls.service()
@@ -387,7 +387,7 @@ async def test_a_call_that_is_not_awaited(calls: Calls) -> None:
     assert not any(each.is_certain for each in call.waits_for)
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 async def test_the_holder_of_a_lock(calls: Calls) -> None:
     """It is the call inside of `async with`, and no other of the same object."""
     service, rref = calls.service()
@@ -402,7 +402,7 @@ async def test_the_holder_of_a_lock(calls: Calls) -> None:
     ]
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 async def test_a_lock_that_a_remote_block_holds(calls: Calls) -> None:
     """It tells whose `async with` has entered the context manager that has the lock."""
     _, rref = calls.service()
@@ -416,7 +416,7 @@ async def test_a_lock_that_a_remote_block_holds(calls: Calls) -> None:
     ) in found
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 async def test_the_call_whose_remote_block_holds_a_lock(calls: Calls) -> None:
     service, rref = calls.service()
     _, other = calls.service()
@@ -433,7 +433,7 @@ async def test_the_call_whose_remote_block_holds_a_lock(calls: Calls) -> None:
     ]
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 @pytest.mark.parametrize("method", ["enters_and_wants", "enters_apart_and_wants"])
 async def test_a_call_that_holds_and_wants_a_lock_in_two_tasks(calls: Calls, method: str) -> None:
     """It is no deadlock for sure: the block may end by itself."""
@@ -448,7 +448,7 @@ async def test_a_call_that_holds_and_wants_a_lock_in_two_tasks(calls: Calls, met
         pass
 
 
-@pytest.mark.promise("standing.where")
+@pytest.mark.promise("where.lines")
 @pytest.mark.parametrize("kind", ["manager", "with_gate"])
 async def test_a_context_manager_of_a_class(calls: Calls, kind: str) -> None:
     """While it is entered it waits by itself, and then for its caller."""
@@ -463,7 +463,7 @@ async def test_a_context_manager_of_a_class(calls: Calls, kind: str) -> None:
     await block.__aexit__(None, None, None)
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 async def test_a_lock_without_a_block(calls: Calls) -> None:
     """The holder is a guess, since it has the same object."""
     service, rref = calls.service()
@@ -473,7 +473,7 @@ async def test_a_lock_without_a_block(calls: Calls) -> None:
     await until_stands("the lock may be held by Service.acquire on worker 'main': see above")
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 async def test_a_lock_of_threads(calls: Calls) -> None:
     service, rref = calls.service()
     calls.make(remote(rref).hold_in_thread())
@@ -485,7 +485,7 @@ async def test_a_lock_of_threads(calls: Calls) -> None:
     )
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 async def test_a_task_of_no_call_holds_the_lock(calls: Calls) -> None:
     service, rref = calls.service()
     calls.make(service.hold())
@@ -494,7 +494,7 @@ async def test_a_task_of_no_call_holds_the_lock(calls: Calls) -> None:
     await until_stands("the lock is held by Service.hold on worker 'main': waits at ")
 
 
-@pytest.mark.promise("standing.late", "standing.deadlock")
+@pytest.mark.promise("where.late", "where.deadlock")
 @pytest.mark.parametrize("way", ["block", "argument"])
 async def test_the_error_of_a_deadlock(calls: Calls, way: str) -> None:
     """Two objects hold their locks and call each other: the error names the circle once."""
@@ -543,7 +543,7 @@ async def test_the_circle_as_values(calls: Calls) -> None:
     assert circle[-1].is_again
 
 
-@pytest.mark.promise("standing.late")
+@pytest.mark.promise("where.late")
 async def test_a_stream_and_a_group_that_are_late(calls: Calls) -> None:
     _, rref = calls.service()
 
@@ -560,7 +560,7 @@ async def test_a_stream_and_a_group_that_are_late(calls: Calls) -> None:
     await until_late(call_group, line_of(Service.wait, "passed"))
 
 
-@pytest.mark.promise("standing.late")
+@pytest.mark.promise("where.late")
 async def test_many_late_calls_share_a_question(calls: Calls) -> None:
     """A question is of at most 64: of some calls nothing is told, and their errors come too."""
     _, rref = calls.service()
@@ -575,7 +575,7 @@ async def test_many_late_calls_share_a_question(calls: Calls) -> None:
     await until_late(call_late, "It stood here")
 
 
-@pytest.mark.promise("standing.free")
+@pytest.mark.promise("where.free")
 @pytest.mark.usefixtures("world")
 async def test_nothing_is_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call with a deadline that is answered in time sends what one without a deadline sends."""

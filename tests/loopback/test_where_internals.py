@@ -12,13 +12,13 @@ from aiorpc_torch._client import questions
 from aiorpc_torch._client.pool import current
 from aiorpc_torch._endpoint import entry_points
 from aiorpc_torch._inspection.long_waits import LongWaits
-from aiorpc_torch._node.standing import Tracing
+from aiorpc_torch._node.where import Tracing
 from aiorpc_torch._wire.frames import WHERE
 from aiorpc_torch.testing import Gate
 from aiorpc_torch.training import Weights, follow
 from tests.support.logs import logged
 from tests.support.raw_connections import Tap
-from tests.support.standing import Guard, until_stands
+from tests.support.where import Guard, until_stands
 
 
 class SixGates:
@@ -50,7 +50,7 @@ class GatedGuard(Guard):
             await self.gate.passed()
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 @pytest.mark.usefixtures("world")
 async def test_a_block_whose_worker_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known without it is told."""
@@ -74,7 +74,7 @@ async def test_a_block_whose_worker_does_not_answer(monkeypatch: pytest.MonkeyPa
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-@pytest.mark.promise("standing.late")
+@pytest.mark.promise("where.late")
 @pytest.mark.usefixtures("world")
 async def test_few_questions_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls to a worker that does not answer are told of without a question."""
@@ -144,7 +144,7 @@ async def test_an_answer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr("aiorpc_torch._server.standing.View.of_number", fail)
+    monkeypatch.setattr("aiorpc_torch._server.where.View.of_number", fail)
     (call,) = await observe.where()
     assert call.state.startswith("unknown: ")
     await gate.open()

@@ -140,7 +140,7 @@ async def acquires(lock: Any, event: asyncio.Event) -> None:
     await waits(event)
 
 
-@pytest.mark.promise("standing.deadlock")
+@pytest.mark.promise("where.deadlock")
 @pytest.mark.parametrize("kind", [asyncio.Lock, asyncio.Semaphore])
 @pytest.mark.parametrize(
     ("function", "expected"),

@@ -67,7 +67,7 @@ async def test_a_snapshot() -> None:
         await calling
 
 
-@pytest.mark.promise("standing.top")
+@pytest.mark.promise("where.top")
 async def test_where_its_calls_stand() -> None:
     """With detail. Nothing is asked while the event loop is blocked."""
     async with two_ends() as ends:

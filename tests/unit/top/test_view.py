@@ -130,7 +130,7 @@ def test_the_keys() -> None:
     assert Screen().handle("\r", [])  # an empty table
 
 
-@pytest.mark.promise("standing.top")
+@pytest.mark.promise("where.top")
 def test_one_worker() -> None:
     """Its methods, batches, waits, and its oldest calls with their stacks."""
     stack = ["/home/me/policy.py:12 in Policy.act"]

@@ -34,7 +34,7 @@ from .._text import printable
 from .._turns.queues import PauseQueue
 from .._turns.turns import Turn, Turns
 from .._wire.ancestry import BATCH, CallKey
-from .._wire.standing import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, Key, key_of
+from .._wire.where import BATCH as BEHIND_BATCH, IDLE, LOCK, TURN, Key, key_of
 from .calls import RpcCall, ServerCall
 from .executor import Executor
 from .pauses import object_of

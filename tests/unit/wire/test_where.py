@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from aiorpc_torch._aio.places import MOST_LINES, Line
 from aiorpc_torch._wire.plain import dump
-from aiorpc_torch._wire.standing import (
+from aiorpc_torch._wire.where import (
     CALL,
     LOCK,
     MOST_CALLS,

@@ -14,10 +14,11 @@ from .._client.pool import Outgoing
 from .._client.stream_reader import StreamReader
 from .._endpoint.answers import block_of
 from .._server.session import Session
-from .._server.standing import MOST_HOLDERS, Subject, View
+from .._server.where import MOST_HOLDERS, Subject, View
 from .._wire.frames import WHERE
 from .._wire.plain import dump
-from .._wire.standing import (
+from .._wire.targets import FunctionTarget
+from .._wire.where import (
     BLOCK,
     CALL,
     MAX_DEPTH,
@@ -29,7 +30,6 @@ from .._wire.standing import (
     read_answer,
     read_question,
 )
-from .._wire.targets import FunctionTarget
 
 if TYPE_CHECKING:
     from .node import Node
