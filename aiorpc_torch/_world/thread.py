@@ -126,13 +126,18 @@ def _items(stream: AsyncIterable[T], thread: "_WorldThread[Any]") -> Iterator[T]
     asked: asyncio.Queue[tuple[concurrent.futures.Future[Step], float | None] | None]
     asked = asyncio.Queue()
 
+    iterator: Any = None
+
+    def opened() -> Any:
+        nonlocal iterator
+        if iterator is None:
+            iterator = aiter(stream)  # a remote stream is sent now
+        return iterator
+
     async def run() -> None:
-        iterator: Any = None
         try:
             while (step := await asked.get()) is not None:
-                if iterator is None:
-                    iterator = aiter(stream)  # a remote stream is sent now
-                await thread.complete(step[0], _next_items(iterator, step[1]))
+                await thread.complete(step[0], _next_items(opened, step[1]))
                 if step[0].exception() is not None or step[0].result()[1]:
                     return
         finally:
@@ -162,10 +167,11 @@ def _items(stream: AsyncIterable[T], thread: "_WorldThread[Any]") -> Iterator[T]
         call_soon(thread.loop, asked.put_nowait, None)
 
 
-async def _next_items(iterator: Any, seconds: float | None) -> Step:
+async def _next_items(opened: Callable[[], Any], seconds: float | None) -> Step:
     items: list[Any] = []
-    has_item: Callable[[], bool] = getattr(iterator, "_has_item", bool)
     try:
+        iterator = opened()
+        has_item: Callable[[], bool] = getattr(iterator, "_has_item", bool)
         # Not `timeout`: a generator would keep its deadline beyond the step.
         async with asyncio.timeout(None if seconds is None else max(seconds, 0.0) + LATER):
             items.append(await anext(iterator))

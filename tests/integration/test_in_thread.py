@@ -232,6 +232,18 @@ def test_a_stream_that_is_left_early_is_closed(
         time.sleep(0.01)
 
 
+def test_a_stream_that_cannot_begin(me: WorkerThread[LocalWorker], counter: RRef[Counter]) -> None:
+    """Its loop raises what `async for` would; nothing waits for items."""
+    used = remote(counter).items(1)
+    assert [*me.iterate(used)] == [0]
+    with timeout(LONG):
+        with pytest.raises(RuntimeError, match="was awaited already"):
+            next(me.iterate(used))
+        late = remote(counter).items(1)
+        with pytest.raises(CallTimeout, match="it was not sent"), timeout(-1.0):
+            next(me.iterate(late))
+
+
 def test_a_failure_comes_after_the_items(
     me: WorkerThread[LocalWorker], counter: RRef[Counter]
 ) -> None:
