@@ -46,11 +46,11 @@ class RemoteProxy(Generic[T]):
     # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
     # Not `__getattr__`: the search before it makes an AttributeError in each call.
     def __getattribute__(self, name: str) -> Callable[..., RemoteCall]:
-        if name.startswith("_"):
-            return _own_attribute(self, name)  # type: ignore[no-any-return]
         methods: dict[str, RemoteMethod] = _methods_of(self)
         if (known := methods.get(name)) is not None:
             return known
+        if name.startswith("_"):
+            return _own_attribute(self, name)  # type: ignore[no-any-return]
         rref = _rref_of(self)
         target = MethodTarget(rref, check_public_name(name))
         if retries := _retries_of(self):

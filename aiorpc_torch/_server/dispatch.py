@@ -192,7 +192,7 @@ class Dispatcher:
             return False
         self.calls[number] = call
         self.served += 1
-        executor.start_task(call)
+        executor.start_task(call, head.name)
         return True
 
     def _start(
@@ -413,11 +413,13 @@ class KnownHead:
         key: of the object or function, whose calls stay in order.
         object: returns the object of the last call; None if it is gone or not remembered.
         function: function of the method that was found then.
+        name: its name, "" if it has none.
         is_simple: whether that is an `async def` without turns or batches, for one small argument.
     """
 
     __slots__ = (
-        *("_join", "_make", "_on_loop", "function", "is_simple", "key", "object", "target", "wire"),
+        *("_join", "_make", "_on_loop", "function", "is_simple", "key", "name", "object"),
+        *("target", "wire"),
     )
 
     def __init__(self, data: bytes) -> None:
@@ -426,6 +428,7 @@ class KnownHead:
         self.key: Any = None
         self.object: Callable[[], Any] = _nothing
         self.function: Any = None
+        self.name = ""
         self._on_loop = False
         self._join: Callable[..., Any] | None = None
         self._make: Callable[..., RpcCall] = RpcCall
@@ -471,6 +474,7 @@ class KnownHead:
             with contextlib.suppress(TypeError):  # its class has no weak references
                 self.object = weakref.ref(owner)
             self.function, self._on_loop, self._make = function.__func__, on_loop, make
+            self.name = getattr(function, "__qualname__", "")
             self._join = joiner.func if isinstance(joiner, partial) else None
             is_small = type(self.wire.only_kind) is tuple or self.wire.only_kind == PLAIN
             self.is_simple = is_small and on_loop and joiner is None and make is RpcCall

@@ -95,9 +95,9 @@ class Executor:
         if plain:
             self._start_in_threads(plain)
 
-    def start_task(self, call: ServerCall) -> None:
-        """Start a call on the loop."""
-        name = getattr(call.function, "__qualname__", None) or call.name
+    def start_task(self, call: ServerCall, name: str = "") -> None:
+        """Start a call on the loop, with the name of its function if that is known."""
+        name = name or getattr(call.function, "__qualname__", None) or call.name
         coroutine, context = call.run(name), self._context.copy()
         if (self._deferring or self._scheduled) and self._must_defer():
             call.task = self._loop.create_task(coroutine, name=name, context=context)
