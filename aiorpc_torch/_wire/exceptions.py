@@ -204,9 +204,10 @@ def _summary(exc: BaseException) -> str:
 
 
 def _text(exc: BaseException) -> str:
-    if (where := behind_own_frames(exc.__traceback__)) is None:  # a wrong name, or no such argument
-        keep_own_frames(exc)
+    where = behind_own_frames(exc.__traceback__)
     try:
+        if where is None:  # a wrong name, or no such argument
+            keep_own_frames(exc)  # it is logged: also a handler may raise
         return "".join(traceback.format_exception(type(exc), exc, where))
     except BaseException:
         return "".join(traceback.format_tb(where)) + _summary(exc)

@@ -1,6 +1,7 @@
 """Every call ends, whatever the objects of users do, and whatever tasks their code cancels."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -94,6 +95,9 @@ class Agent:
     async def number(self, number: int) -> int:
         return number
 
+    async def stop_iteration(self) -> None:
+        raise StopIteration
+
 
 @exclusive
 class Exclusive(Agent):
@@ -169,6 +173,26 @@ async def test_an_item_of_a_map_that_exits_as_it_is_pickled() -> None:
         assert await anext(results) == 1
         with pytest.raises(SystemExit, match="as it is pickled"):
             await anext(results)
+
+
+async def test_a_log_handler_that_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of pytest does for what it cannot format. The log has frames of this library."""
+
+    def handle(_: logging.LogRecord) -> None:
+        raise ZeroDivisionError("in a log handler")
+
+    handler, log = logging.NullHandler(), logging.getLogger("aiorpc_torch")
+    monkeypatch.setattr(handler, "handle", handle)
+    monkeypatch.setattr(log, "handlers", [handler])
+    caplog.set_level(logging.DEBUG, "aiorpc_torch")
+    rref = await create(0, Agent)
+    try:
+        found = await ended(rref, remote(rref).stop_iteration())
+    finally:
+        monkeypatch.undo()
+    assert str(found) == "coroutine raised StopIteration"
 
 
 # ── tasks that other code cancels before their first step ──────────────────────────────────────
