@@ -7,9 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from ..errors import NotInWorld
 from .fork import check_not_forked
 
 T = TypeVar("T")
+
+CLOSED_POLL = 1.0  # seconds between two looks whether a loop, on which something runs, is closed
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 """A function or class that makes an event loop."""
@@ -43,17 +46,28 @@ async def await_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, An
     """Return `await coroutine`, run on `loop`, whichever loop runs here.
 
     Raises:
-        NotInWorld: if this process is a fork of a worker's, where no loop of the worker runs.
+        NotInWorld: if this process is a fork of a worker's, where no loop of the worker runs; or if
+            that loop is closed before the coroutine has ended.
+        RuntimeError: if that loop is closed.
     """
     if asyncio.get_running_loop() is loop:
         return await coroutine
     try:
         check_not_forked()
-        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
     except RuntimeError:  # that loop is closed
         coroutine.close()
         raise
-    return await asyncio.wrap_future(running)
+    try:
+        while not running.done():
+            was_closed = loop.is_closed()
+            await asyncio.wait((running,), timeout=CLOSED_POLL)
+            if was_closed and not running.done():  # it has ended before the first step
+                coroutine.close()
+                raise NotInWorld("the event loop of this worker has ended")
+        return running.result()
+    finally:
+        running.cancel()
 
 
 class LoopThread:

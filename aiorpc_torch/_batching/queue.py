@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from sys import modules
-from typing import Any
+from typing import Any, TypeVar
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
@@ -52,6 +52,8 @@ LOCAL_CALLER = "a local caller"
 
 # Functions of C: comprehensions are functions of Python until 3.12.
 _ARGS, _ARRIVAL, _SCOPES = map(attrgetter, ("args", "arrival", "scopes"))
+
+T = TypeVar("T")
 
 ResultCallback = Callable[[Any], None]
 """Called with the result of one call: a value, or an exception to raise."""
@@ -338,7 +340,7 @@ class BatchQueue:
             self._timer = None
         scheduler, now = self._scheduler, self.loop.time()
         first: Batch[QueuedCall] | None = None
-        while scheduler.waiting and (batch := scheduler.next_batch(now)) is not None:
+        while (batch := self._ask(scheduler.next_batch, now)) is not None:
             if isinstance(batch, TimedOutRound):
                 self._counters.reasons["timeout"] += 1
                 for call in batch.items:
@@ -352,9 +354,23 @@ class BatchQueue:
             if recording is not None:  # the calls are recorded even if members are cancelled
                 recording.hold(running, self._function.name)
             first = first or batch
-        if scheduler.waiting and (deadline := scheduler.deadline()) is not None:
+        if (deadline := self._ask(scheduler.deadline)) is not None:
             self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
         return first
+
+    def _ask(self, question: Callable[..., T], *args: Any) -> T | None:
+        """Return what the scheduler answers if calls wait; fail these calls if it raises.
+
+        A `__hash__` or `__eq__` of the user's keys and members may raise now, and not before.
+        """
+        try:
+            return question(*args) if self._scheduler.waiting else None
+        except BaseException as exc:
+            failed = self._scheduler.close()
+            failures = failure_per_caller(exc, len(failed), self._function.name)
+            for call, failure in zip(failed, failures, strict=True):
+                call.resolve(failure)
+            return None
 
     async def _run_batch(self, batch: Batch[QueuedCall] | None) -> None:
         """Run a batch. None: start those that are ready, and run the first of them."""

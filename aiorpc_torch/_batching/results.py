@@ -13,7 +13,7 @@ from torch import Tensor
 from .._aio.own_frames import behind_own_frames
 from .._torch.tree import children
 from .._wire.columns import SharedValue
-from .._wire.exceptions import copy_exception, ensure_raisable, try_add_note
+from .._wire.exceptions import copy_exception, ensure_raisable, text_of, try_add_note
 from .._wire.shared_arguments import EachValue
 from ..errors import BatchContractError
 from .collate import Rows, cut, is_array, row_count, uncollate
@@ -131,7 +131,7 @@ def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
     # The function may have used a list of its callers' items as a tensor.
     words = {AttributeError: ("'list' object has no attribute",), TypeError: ("Tensor", "list")}
     for kind, used in words.items():
-        if isinstance(exc, kind) and all(word in str(exc) for word in used):
+        if isinstance(exc, kind) and all(word in text_of(exc) for word in used):
             hint = f"({name} gets lists, one item per caller; stack=True makes them tensors)"
             try_add_note(exc, hint)
     return [copy_exception(exc, name) for _ in range(size)]

@@ -4,7 +4,7 @@ from types import MethodType
 from typing import Any, NoReturn, TypeGuard
 
 from .._text import printable
-from .._wire.exceptions import RemoteFailure, try_add_note
+from .._wire.exceptions import RemoteFailure, text_of, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name
 from ..errors import (
@@ -70,7 +70,8 @@ def exception_of(answer: Any, target: Target) -> BaseException | None:
     if type(answer) is RemoteFailure:
         found = answer.exception()
         is_created = isinstance(target, CreateTarget)
-        if isinstance(found, TypeError) and "positional argument" in str(found) and not is_created:
+        is_type_error = isinstance(found, TypeError) and not is_created
+        if is_type_error and "positional argument" in text_of(found):
             function = getattr(target, "function", None)
             # The method of an object here got the remote object as an argument.
             if isinstance(function, MethodType) and not isinstance(function.__self__, type):

@@ -28,7 +28,7 @@ from .._handles.mistakes import no_attribute
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
 from .._wire.ancestry import running_call
-from .._wire.exceptions import RemoteFailure, try_add_note
+from .._wire.exceptions import RemoteFailure, text_of, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
 from ..errors import CallTimeout, UnknownWorker, WorkerGone
@@ -242,7 +242,8 @@ class RemoteCall(LazyCall[Any]):
         assert found is not None
         if isinstance(found, TypeError) and type(answer) is RemoteFailure:
             for keyword in self._arguments[1].keys() & _HINTS.keys():
-                if f"keyword argument {keyword!r}" in str(found) or _NO_PARAMETERS in str(found):
+                text = text_of(found)
+                if f"keyword argument {keyword!r}" in text or _NO_PARAMETERS in text:
                     try_add_note(found, _HINTS[keyword])
         return found
 

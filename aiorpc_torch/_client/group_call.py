@@ -18,7 +18,7 @@ from .._aio.loops import Wakeup, call_soon
 from .._context.interception import CallInfo, End, Kind, begin_group, is_needed
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
-from .._wire.exceptions import try_add_note
+from .._wire.exceptions import text_of, try_add_note
 from .._wire.messages import Arguments
 from .._wire.shared_arguments import MemberArguments, encode_for_members
 from .._wire.targets import GENERATOR_HINT, Target, call_name
@@ -165,7 +165,17 @@ class MemberCalls:
     def _start_task(self, key: int, waiting: Coroutine[Any, Any, None]) -> None:
         context = self._context.copy()  # a context is entered once at a time
         name = f"aiorpc-{self._kind}"
-        self._tasks[key] = self._loop.create_task(waiting, name=name, context=context)
+        self._tasks[key] = task = self._loop.create_task(waiting, name=name, context=context)
+        task.add_done_callback(functools.partial(self._on_task_end, key), context=self._context)
+
+    def _on_task_end(self, key: int, task: "asyncio.Task[None]") -> None:
+        if task.cancelled() and self._tasks.get(key) is task:  # by code that cancels all tasks
+            del self._tasks[key]
+            self._on_cancelled(key, asyncio.CancelledError())
+
+    def _on_cancelled(self, key: int, exc: asyncio.CancelledError) -> None:
+        """Note that other code has cancelled a task, perhaps before its first step."""
+        raise NotImplementedError
 
     def _finish(self, failure: BaseException | None) -> None:
         if self._timer is not None:
@@ -270,6 +280,9 @@ class _Running(MemberCalls):
             self._loop.call_soon(self._on_failure, position, exc)
         self._tasks.pop(position, None)
 
+    def _on_cancelled(self, key: int, exc: asyncio.CancelledError) -> None:
+        self._on_failure(key, exc)
+
     def _on_answer(self, position: int, future: InlineFuture) -> None:
         if self._calls.pop(position, None) is not None:
             answer = future.result()
@@ -310,7 +323,7 @@ class _Running(MemberCalls):
         """Raise GroupError if a member has failed."""
         if self.failures:
             exceptions = [self.failures[position] for position in sorted(self.failures)]
-            first = f"{type(exceptions[0]).__name__}: {exceptions[0]}".partition("\n")[0]
+            first = f"{type(exceptions[0]).__name__}: {text_of(exceptions[0])}".partition("\n")[0]
             text = f"{self.name}: {len(exceptions)} of {len(self.members)} members failed"
             text = f"{text}; the first: {first}"
             raise GroupError(text, exceptions, self.results)
@@ -320,7 +333,7 @@ def _as_member_error(failure: BaseException, name: str) -> Exception:
     """Return the exception for a GroupError, which holds no BaseException."""
     if not isinstance(failure, Exception):
         error: Exception = RemoteError(f"{name} raised {failure!r}")
-    elif any(GENERATOR_HINT in text for text in (str(failure), *getattr(failure, "__notes__", ()))):
+    elif any(GENERATOR_HINT in text for text in (text_of(failure), *_notes_of(failure))):
         error = TypeError(
             f"{name} is a generator, and a group does not stream: iterate the members one by one, "
             "as in `async for item in remote(group[0]).method()`"
@@ -329,6 +342,11 @@ def _as_member_error(failure: BaseException, name: str) -> Exception:
         return failure
     error.__cause__ = failure
     return error
+
+
+def _notes_of(failure: BaseException) -> Sequence[str]:
+    notes: Any = vars(failure).get("__notes__", ())  # a user's `__getattr__` may raise anything
+    return [each for each in notes if isinstance(each, str)] if isinstance(notes, list) else ()
 
 
 class GroupResults(ItemIterator[tuple[M, R]]):

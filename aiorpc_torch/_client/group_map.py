@@ -400,6 +400,13 @@ class _MapRun(MemberCalls):
         del self._tasks[number]
         self._go_on()
 
+    def _on_cancelled(self, key: int, exc: asyncio.CancelledError) -> None:
+        if key == _TAKING:
+            self._schedule.exhaust(exc)
+        else:
+            self._schedule.give_up(key, exc)
+        self._go_on()
+
     # ── items ───────────────────────────────────────────────────────────────────────────────────
 
     async def _take_items(self, sources: Sequence[Source]) -> None:
@@ -443,7 +450,7 @@ class _MapRun(MemberCalls):
             if isinstance(exc, WorkerLost):
                 self._expect(number)
             self._schedule.withdraw(index, number, exc)
-        except Exception as exc:  # an argument that cannot be pickled, for one
+        except BaseException as exc:  # an argument that cannot be pickled, for one
             self._end_item(index, number, Outcome(None, exc))
         else:
             self._calls[index] = future
@@ -456,7 +463,7 @@ class _MapRun(MemberCalls):
         answer, schedule = future.result(), self._schedule
         failure = exception_of(answer, future.target)
         if type(answer) is not CallAborted or not isinstance(failure, WorkerGone):
-            self._end_item(index, number, Outcome(None if failure else answer, failure))
+            self._end_item(index, number, Outcome(answer if failure is None else None, failure))
         elif isinstance(failure, WorkerUnreachable):
             schedule.interrupt(index, number, failure)
         elif isinstance(failure, WorkerLost):

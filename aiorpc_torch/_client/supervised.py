@@ -171,13 +171,17 @@ class Supervised(Generic[T]):
         self._recovery = self._loop.create_task(
             self._recover(), name="aiorpc-supervise", context=context
         )
+        self._recovery.add_done_callback(self._on_recovered)
+
+    def _on_recovered(self, recovery: "asyncio.Task[None]") -> None:
+        if recovery.cancelled():  # with its loop, or by code that cancels all, before a first step
+            self._fail(self._loop_ended())
 
     async def _recover(self) -> None:
         try:
             while not await self._renew():
                 """The process was lost in which the object was being made."""
         except asyncio.CancelledError:
-            self._fail(self._loop_ended())
             raise
         except BaseException as exc:  # of the factory, which may raise anything
             self._fail(exc)
@@ -218,13 +222,13 @@ class Supervised(Generic[T]):
 
     def _fail(self, exc: BaseException) -> None:
         """End the recovery: the waiting calls raise `exc`. The next call begins another one."""
-        if not isinstance(exc, NotInWorld | WorkerGone):
-            log.warning("%r could not be made again: %r", self, exc)
         with self._lock:
             ends = exc is self._error
             waiting = self._supervision.end() if ends else self._supervision.fail()
             _resolve(waiting, CallAborted(exc, was_sent=False))
             self._update()
+        if not isinstance(exc, NotInWorld | WorkerGone):
+            log.warning("%r could not be made again: %r", self, exc)
 
 
 def _resolve(waiters: list[Waiter], outcome: Any) -> None:

@@ -4,6 +4,7 @@ A call ends with `succeed` or `fail`, whichever comes first. A later end is igno
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import time
@@ -322,12 +323,13 @@ class RpcCall(ServerCall):
 
 def _explained(exc: BaseException, result: Any, name: str) -> BaseException:
     """Return the error of a result that cannot be pickled, or of an `await` of what is iterated."""
-    if inspect.isgenerator(result) or inspect.isasyncgen(result):
-        return TypeError(f"{name} is {GENERATOR_HINT}")
-    if hint := await_hint(result):
-        return TypeError(f"{name} returned a {type(result).__qualname__}{hint} there")
-    if hasattr(type(result), "__aenter__"):
-        return TypeError(f"{name} is a context manager; use `async with`, not `await`")
+    with contextlib.suppress(BaseException):  # of the `__class__` of a user's object
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            return TypeError(f"{name} is {GENERATOR_HINT}")
+        if hint := await_hint(result):
+            return TypeError(f"{name} returned a {type(result).__qualname__}{hint} there")
+        if hasattr(type(result), "__aenter__"):
+            return TypeError(f"{name} is a context manager; use `async with`, not `await`")
     try_add_note(exc, f"(while pickling the result of {name})")
     return exc
 

@@ -54,12 +54,16 @@ class CallInTurn(ServerCall):
         enter_scopes(scopes if self.scope is None else scopes | {self.scope})
 
     def succeed(self, value: Any) -> None:
-        super().succeed(value)
-        self._leave()
+        try:
+            super().succeed(value)
+        finally:  # later calls wait for the turn
+            self._leave()
 
     def fail(self, exc: BaseException) -> None:
-        super().fail(exc)
-        self._leave()
+        try:
+            super().fail(exc)
+        finally:
+            self._leave()
 
     def abandon(self, exc: BaseException) -> None:
         super().fail(exc)

@@ -105,6 +105,7 @@ class Executor:
             call.task = start_task(coroutine, self._loop, name, context)
         if not call.has_started:
             self._scheduled = weakref.ref(call)
+            _answer_unstarted(call, call.task)
 
     def _wait_for_turn(self, call: CallInTurn) -> None:
         try:
@@ -151,8 +152,7 @@ class Executor:
         call.task = self._loop.create_task(
             call.run(call.name, value), name=call.name, context=context
         )
-        # User code may cancel the task before its first step, at which `run` would answer.
-        call.task.add_done_callback(functools.partial(_fail_unstarted, call))
+        _answer_unstarted(call, call.task)
 
     def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
         if self._must_defer():
@@ -193,7 +193,10 @@ class Executor:
             note_has_run(exc)
             call.fail(exc)
         else:
-            self._on_return(call, value)
+            try:
+                self._on_return(call, value)
+            except BaseException as exc:  # of the attributes of a user's object
+                call.fail(exc)
 
     def _on_return(self, call: ServerCall, value: Any) -> None:
         # A function in torch's own async_execution style. A stream of it fails in check_streamable.
@@ -260,6 +263,11 @@ def _fail_if_expired(call: ServerCall) -> bool:
     else:
         return False
     return True
+
+
+def _answer_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:
+    """Answer a call whose task user code cancels before its first step: `run` does not begin."""
+    task.add_done_callback(functools.partial(_fail_unstarted, call))
 
 
 def _fail_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:

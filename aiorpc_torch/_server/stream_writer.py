@@ -180,13 +180,21 @@ def pump_in_thread(
         _close(source)
         call.fail(asyncio.CancelledError())
     except BaseException as exc:
-        _close(source)
-        call.fail(exc)
+        call.fail(_closed_after(source, exc))
 
 
 def _close(source: Iterator[Any]) -> None:
     if isinstance(source, Generator):
         source.close()
+
+
+def _closed_after(source: Iterator[Any], exc: BaseException) -> BaseException:
+    """Close a generator, for `exc`; return what it raises then, as a `finally` does, else `exc`."""
+    try:
+        _close(source)
+    except BaseException as failure:
+        return failure
+    return exc
 
 
 def check_streamable(value: Any, name: str) -> None:

@@ -167,8 +167,8 @@ def note_has_run(exc: BaseException) -> None:
     It may be the error of a call that the method has made, and that was not sent. One that names
     its call speaks of that.
     """
-    is_named = getattr(exc, "method", None) is not None
-    if isinstance(exc, RpcError) and not exc.may_have_run and not is_named:
+    # First the class: an attribute of another exception is the user's, and may raise anything.
+    if isinstance(exc, RpcError) and not exc.may_have_run and getattr(exc, "method", None) is None:
         exc.may_have_run = True
 
 
@@ -176,6 +176,14 @@ def try_add_note(exc: BaseException, text: str) -> None:
     """Add a note; do nothing if a user's class refuses it."""
     with contextlib.suppress(Exception):
         exc.add_note(text)
+
+
+def text_of(exc: BaseException) -> str:
+    """Return `str(exc)`, or the name of its class if that raises."""
+    try:
+        return str(exc)
+    except BaseException:  # of a user's class
+        return type(exc).__qualname__
 
 
 def ensure_raisable(exc: BaseException, doing: str) -> BaseException:
@@ -196,9 +204,10 @@ def _summary(exc: BaseException) -> str:
 
 
 def _text(exc: BaseException) -> str:
-    if (where := behind_own_frames(exc.__traceback__)) is None:  # a wrong name, or no such argument
-        keep_own_frames(exc)
+    where = behind_own_frames(exc.__traceback__)
     try:
+        if where is None:  # a wrong name, or no such argument
+            keep_own_frames(exc)  # it is logged: also a handler may raise
         return "".join(traceback.format_exception(type(exc), exc, where))
     except BaseException:
         return "".join(traceback.format_tb(where)) + _summary(exc)

@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
 from .._aio.deadlines import LATER, seconds_left, timeout
@@ -151,6 +152,8 @@ def _items(stream: AsyncIterable[T], thread: "_WorldThread[Any]") -> Iterator[T]
             if task is None:  # the context is that of the reading thread
                 task = thread.loop.create_task(run(), name="aiorpc-iterate")
             asked.put_nowait((future, seconds))
+            # Other code may cancel the task before it takes this step, or has done so before.
+            task.add_done_callback(partial(thread.on_task_end, future))
 
     try:
         is_over = False
@@ -226,7 +229,7 @@ def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]
     except BaseException as exc:
         trace = exc.__traceback__
         running.leave(exc)
-        exc.__traceback__ = trace  # without what the thread has added
+        BaseException.with_traceback(exc, trace)  # without what the thread has added
         raise
     running.leave()
     if running.failure is not None:
@@ -295,6 +298,7 @@ class _WorldThread(Generic[W]):
             if not self.refuses(future):
                 running = self.complete(future, coroutine)
                 tasks.append(self.loop.create_task(running, name="aiorpc-run"))
+                tasks[0].add_done_callback(partial(self.on_task_end, future))
 
         call_soon(self.loop, start)
         return self.wait(future, lambda: [task.cancel() for task in tasks])
@@ -342,10 +346,18 @@ class _WorldThread(Generic[W]):
             result = await coroutine
         except BaseException as exc:
             is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
-            exc.__traceback__ = behind_own_frames(exc.__traceback__)
+            # Not by `exc.__traceback__ =`, which a user's class may refuse.
+            BaseException.with_traceback(exc, behind_own_frames(exc.__traceback__))
             future.set_exception(self._gone() if is_end else exc)
         else:
             future.set_result(result)
+
+    def on_task_end(
+        self, future: "concurrent.futures.Future[Any]", _: "asyncio.Task[None]"
+    ) -> None:
+        """Cancel a future that its task has not completed: it was cancelled before it could."""
+        if not future.done():
+            future.set_exception(self._gone() if self._is_ending else asyncio.CancelledError())
 
     def _gone(self) -> NotInWorld:
         return NotInWorld("the block of in_thread() was left")

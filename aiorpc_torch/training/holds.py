@@ -8,7 +8,7 @@ that wait for each other do not deadlock. (tests/unit/training/test_holds.py)
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -39,6 +39,8 @@ class Holds:
         self._is_writing = False
         self._changes = Changes()  # for coroutines
         self.entries = 0  # how many readers there were
+        self.on_patience: Callable[[], object] = lambda: None
+        """Is called for each `PATIENCE` that the writer waits: ends readers that have gone."""
 
     # ── readers ─────────────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +107,14 @@ class Holds:
         await self._changes.until(lambda: not self._is_writing, what)
         self._set_writing(True)
         try:
-            await self._changes.until(lambda: not self._readers, what)
+            while self._readers:
+                try:
+                    async with asyncio.timeout(PATIENCE) as patience:
+                        await self._changes.until(lambda: not self._readers, what)
+                except TimeoutError:
+                    if not patience.expired():
+                        raise
+                    self.on_patience()
             yield
         finally:
             self._set_writing(False)

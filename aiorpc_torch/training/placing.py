@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -106,6 +108,8 @@ class ForwardHolds:
         self._holds = holds
         self._loop_thread = threading.get_ident()
         self._entered = _Entered()
+        self._running: dict[Any, tuple[int, FrameType]] = {}  # thread and frame of each hold
+        holds.on_patience = self._end_interrupted
         before = module.register_forward_pre_hook(self._begin)
         after = module.register_forward_hook(self._end, always_call=True)
         self._hooks = before, after
@@ -117,10 +121,26 @@ class ForwardHolds:
 
     def _begin(self, *_: Any) -> None:
         if threading.get_ident() != self._loop_thread:
+            self._entered.holds[:] = [e for e in self._entered.holds if e in self._running]
             hold = self._holds.in_thread()
             hold.__enter__()
+            self._running[hold] = threading.get_ident(), sys._getframe(1)
             self._entered.holds.append(hold)
 
     def _end(self, *_: Any) -> None:
         if threading.get_ident() != self._loop_thread and (holds := self._entered.holds):
-            holds.pop().__exit__(None, None, None)
+            self._leave(holds.pop())
+
+    def _leave(self, hold: contextlib.AbstractContextManager[None]) -> None:
+        if self._running.pop(hold, None) is not None:
+            hold.__exit__(None, None, None)
+
+    def _end_interrupted(self) -> None:
+        """End the holds of forwards that a Ctrl-C has ended: torch calls no hook then."""
+        stacks = sys._current_frames()
+        for hold, (thread, frame) in [*self._running.items()]:
+            each = stacks.get(thread)
+            while each is not None and each is not frame:
+                each = each.f_back
+            if each is None:
+                self._leave(hold)

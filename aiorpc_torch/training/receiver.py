@@ -252,6 +252,19 @@ class Receiver:
         loop, context = asyncio.get_running_loop(), contextvars.Context()
         name = f"follow {self._name!r}"
         self._task = loop.create_task(self._run(), name=name, context=context)
+        self._task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: "asyncio.Task[None]") -> None:
+        """Let the waits end with the task, also if it was cancelled before its first step."""
+        if self._is_closed or task is not self._task:
+            return
+        if task.cancelled():
+            self._error = RuntimeError(f"the task that receives {self._name!r} was cancelled")
+        elif (failure := task.exception()) is not None:
+            text = f"the task that receives {self._name!r} was ended by {type(failure).__name__}"
+            self._error = RuntimeError(text)
+            self._error.__cause__ = failure
+        self.changes.notify()
 
     def close(self) -> None:
         """Stop receiving, and end all waits."""

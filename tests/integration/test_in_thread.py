@@ -244,6 +244,62 @@ def test_a_stream_that_cannot_begin(me: WorkerThread[LocalWorker], counter: RRef
             next(me.iterate(late))
 
 
+class Fixed(Exception):
+    """None of its attributes can be set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ZeroDivisionError(name)
+
+
+def test_an_exception_that_cannot_be_changed(me: WorkerThread[LocalWorker]) -> None:
+    async def fail() -> None:
+        raise Fixed
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+        raise Fixed
+
+    with timeout(LONG):
+        with pytest.raises(Fixed):
+            me.run(fail)
+        stream = me.iterate(items())
+        assert next(stream) == 1
+        with pytest.raises(Fixed):
+            next(stream)
+
+
+def test_tasks_that_other_code_cancels(me: WorkerThread[LocalWorker]) -> None:
+    """Before their first step, or between two items. Each wait for them ends."""
+
+    async def items() -> AsyncIterator[int]:
+        for item in range(3):
+            yield item
+
+    def cancel_all() -> None:
+        for task in asyncio.all_tasks():
+            if task.get_name() in ("aiorpc-iterate", "aiorpc-run"):
+                task.cancel()
+
+    async def answer() -> int:
+        return 42
+
+    loop = me.run(asyncio.get_running_loop)
+    stream = me.iterate(items())
+    assert next(stream) == 0
+    loop.call_soon_threadsafe(cancel_all)
+    with pytest.raises(asyncio.CancelledError):
+        next(stream)
+    for step in (lambda: me.run(answer), lambda: next(me.iterate(items()))):
+        # The loop gets both while it stands, so the step and the cancellation are in one iteration.
+        loop.call_soon_threadsafe(time.sleep, 0.2)
+        later = threading.Timer(0.1, loop.call_soon_threadsafe, (cancel_all,))
+        later.start()
+        with pytest.raises(asyncio.CancelledError):
+            step()
+        later.join()
+    assert me.run(answer) == 42
+
+
 def test_a_failure_comes_after_the_items(
     me: WorkerThread[LocalWorker], counter: RRef[Counter]
 ) -> None:

@@ -332,6 +332,32 @@ async def test_the_end_of_the_loop_that_supervises(file: Path) -> None:
                 await remote(diary).add()
 
 
+async def test_a_recovery_that_other_code_cancels(file: Path) -> None:
+    """Before its first step: the next call begins another one."""
+    loop, cancelled = asyncio.get_running_loop(), list[Any]()
+
+    def make(
+        loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> "asyncio.Task[Any]":
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        if coroutine.__name__ == "_recover" and not cancelled:
+            cancelled.append(task)
+            task.cancel()
+        return task
+
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
+        diary = await supervised("a", Diary, file)
+        loop.set_task_factory(make)  # type: ignore[arg-type]
+        try:
+            await lose("a")
+            while not cancelled:  # noqa: ASYNC110 - the loss is known some time later
+                await asyncio.sleep(0.01)
+        finally:
+            loop.set_task_factory(None)
+        await asyncio.sleep(0)
+        assert await remote(diary).add() == 1
+
+
 async def test_a_stream_that_is_closed_while_it_waits(file: Path) -> None:
     """It is not sent afterwards."""
     async with world(["a"], max_restarts=1), asyncio.timeout(LONG):

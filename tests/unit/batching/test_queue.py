@@ -23,6 +23,7 @@ from aiorpc_torch import (
     Round,
     batched,
 )
+from tests.support.slack import SLACK
 
 
 async def iterations(count: int = 4) -> None:
@@ -329,6 +330,39 @@ async def test_an_exception_that_resists_reaches_its_callers(method: str) -> Non
 
 
 @pytest.mark.promise("batching.one_call")
+class Fickle:
+    """Its hash is known at first, and raises later."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def __hash__(self) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError("in __hash__")
+        return 1
+
+
+@batched(Fill(4, 60.0, key=lambda key: key))
+async def by_key(keys: list[Any]) -> list[int]:
+    return [1] * len(keys)
+
+
+@batched(Round(2, member=lambda member: member))
+async def by_member(members: list[Any]) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(("function", "hashes"), [(by_key, 3), (by_member, 2)])
+async def test_a_key_or_member_that_fails_while_its_call_waits(function: Any, hashes: int) -> None:
+    """The calls that wait fail with it; later ones do not."""
+    async with asyncio.timeout(SLACK):
+        found = await asyncio.gather(outcome(function(Fickle(hashes))), outcome(function(3)))
+        assert [type(each) for each in found] == [ZeroDivisionError] * 2
+        later = [1, 1, 1, 1] if function is by_key else [1, 2]  # one key, or two members
+        assert {*await asyncio.gather(*map(function, later))} == {1}
+
+
 async def test_calls_of_one_loop_iteration_share_a_batch() -> None:
     """Calls made in one loop iteration are one batch, though no call waits for others."""
     columns = Columns()

@@ -11,10 +11,11 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from aiorpc_torch.training.holds import Holds
+from aiorpc_torch.training.holds import PATIENCE, Holds
 from aiorpc_torch.training.placing import ForwardHolds, needed_by, place
 from aiorpc_torch.training.shards import Box
 from aiorpc_torch.training.snapshots import Taking
+from tests.support.slack import SLACK
 
 
 def filled(value: float) -> nn.Sequential:
@@ -202,3 +203,40 @@ async def test_a_forward_that_raises_holds_nothing() -> None:
         await asyncio.to_thread(model, torch.ones(3))
     async with holds.writing():
         pass
+
+
+async def test_a_forward_that_is_interrupted_holds_nothing() -> None:
+    """By Ctrl-C, of which torch tells no hook. One that still runs holds its version."""
+
+    class Slow(nn.Module):
+        def forward(self, entered: threading.Event, leave: threading.Event | None) -> None:
+            entered.set()
+            if leave is None:
+                raise KeyboardInterrupt
+            leave.wait()
+
+    model, holds, leave = Slow(), Holds(), threading.Event()
+    ForwardHolds(model, holds)
+    entered = threading.Event()
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            model(threading.Event(), None)
+
+    await asyncio.to_thread(interrupted)
+    forward = asyncio.create_task(asyncio.to_thread(model, entered, leave))
+    await asyncio.to_thread(entered.wait)
+
+    async def write() -> None:
+        async with holds.writing():
+            assert leave.is_set()
+
+    writer = asyncio.create_task(write())
+    await asyncio.wait([writer], timeout=1.5 * PATIENCE)
+    assert not writer.done()
+    leave.set()
+    async with asyncio.timeout(SLACK):
+        await asyncio.gather(forward, writer)
+        await asyncio.to_thread(interrupted)
+        async with holds.writing():
+            pass
