@@ -329,7 +329,6 @@ async def test_an_exception_that_resists_reaches_its_callers(method: str) -> Non
 # ── when a batch leaves ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.promise("batching.one_call")
 class Fickle:
     """Its hash is known at first, and raises later."""
 
@@ -363,6 +362,7 @@ async def test_a_key_or_member_that_fails_while_its_call_waits(function: Any, ha
         assert {*await asyncio.gather(*map(function, later))} == {1}
 
 
+@pytest.mark.promise("batching.one_call")
 async def test_calls_of_one_loop_iteration_share_a_batch() -> None:
     """Calls made in one loop iteration are one batch, though no call waits for others."""
     columns = Columns()
