@@ -724,6 +724,21 @@ def test_unsent_calls_are_withdrawn_in_their_order() -> None:
 
 
 @pytest.mark.promise("transport.window")
+def test_a_call_is_sent_once_it_has_left() -> None:
+    """Not while its tensors are copied, nor behind a copy; no more when it is answered."""
+    window, first, behind = FlowWindow(), large(0), Call(1, on="a")
+    state = copying(first, window=window)
+    state.submit(behind, is_idle=False)
+    assert state.take() == []
+    assert not any(map(state.was_sent, range(3)))
+    assert state.end_copy(first)
+    assert not any(map(state.was_sent, range(3)))
+    assert [*batches_of(state)] == [[first], [behind]]
+    assert [*map(state.was_sent, range(3))] == [True, True, False]
+    window.answered([0])
+    assert [*map(state.was_sent, range(3))] == [False, True, False]
+
+
 def test_calls_behind_a_copy_are_in_the_window() -> None:
     """So none of them keeps a copied one, whose answer would make room for it, from being sent."""
     window = FlowWindow(10, 10)

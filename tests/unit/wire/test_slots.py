@@ -464,6 +464,17 @@ def test_what_is_taken_was_filled() -> None:
     assert not slots
 
 
+def test_an_early_payload_waits_for_those_before_it() -> None:
+    """It has come before its slot; then it follows the calls of its object, by its number."""
+    slots: Slots[str] = Slots()
+    assert slots.open(1, "a") == slots.fill(2, "second") == slots.fill(3, "other") == []
+    assert slots.open(2, "a") == []
+    assert slots.open(3, "b") == ["other"]
+    assert slots.held() == ["second"]
+    assert slots.fill(1, "first") == ["first", "second"]
+    assert not slots
+
+
 def test_the_latest_closed_numbers_are_remembered() -> None:
     """The payload of an older one counts as one that is early."""
     slots: Slots[str] = Slots()
