@@ -105,7 +105,7 @@ class Executor:
             call.task = start_task(coroutine, self._loop, name, context)
         if not call.has_started:
             self._scheduled = weakref.ref(call)
-            _answer_unstarted(call, call.task)
+            call.task.add_done_callback(functools.partial(_fail_unstarted, call))
 
     def _wait_for_turn(self, call: CallInTurn) -> None:
         try:
@@ -152,7 +152,7 @@ class Executor:
         call.task = self._loop.create_task(
             call.run(call.name, value), name=call.name, context=context
         )
-        _answer_unstarted(call, call.task)
+        call.task.add_done_callback(functools.partial(_fail_unstarted, call))
 
     def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
         if self._must_defer():
@@ -265,12 +265,8 @@ def _fail_if_expired(call: ServerCall) -> bool:
     return True
 
 
-def _answer_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:
-    """Answer a call whose task user code cancels before its first step: `run` does not begin."""
-    task.add_done_callback(functools.partial(_fail_unstarted, call))
-
-
 def _fail_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:
+    """Answer a call whose task user code cancels before its first step: `run` does not begin."""
     if task.cancelled():
         call.fail(asyncio.CancelledError())
 
