@@ -248,7 +248,7 @@ class BatchQueue:
 
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""
-        waited = self._scheduler.discard(call)
+        waited = bool(self._ask(self._scheduler.discard, call))
         if waited and not self._is_loop_closed():
             self._schedule_dispatch()
         return waited

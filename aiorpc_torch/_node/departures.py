@@ -347,7 +347,8 @@ class Departures:
         self._waits.add(wait)
         self._loop.call_later(request.patience, self._waits.expire, wait)
         self.settle()
-        if self._attendant is None and self._waits.awaited():
+        is_attended = self._attendant is not None and not self._attendant.done()
+        if not is_attended and self._waits.awaited():
             self._attendant = asyncio.create_task(self._attend(), name="aiorpc-departures")
 
     def _answer(self, request: Request, is_reached: bool) -> Answer:
@@ -374,7 +375,6 @@ class Departures:
                     self.probe(peer)
                 await asyncio.sleep(PROBE_INTERVAL)
                 self.settle()
-        self._attendant = None
 
     async def close(self) -> None:
         """Answer all requests: this worker coordinates no more."""

@@ -46,7 +46,7 @@ class Registry:
         self._states: dict[str, dict[Party, State]] = {}  # of watched names, by process
         # Of names here: the state that each process that watches one was told last.
         self._watchers: dict[tuple[str, Party], State] = {}
-        self._telling: set[tuple[str, Party]] = set()
+        self._telling: dict[tuple[str, Party], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: dict[str, dict[asyncio.Task[None], str]] = {}  # peers, by watched name
         table.watch(self._on_table_change)
@@ -203,9 +203,10 @@ class Registry:
     def _tell_all(self) -> None:
         self._notify(*self._listeners)  # of this worker itself
         for key, told in self._watchers.items():
-            if self._table.find(key[0]) is not told[1] and key not in self._telling:
-                self._telling.add(key)
-                self._start(self._tell(key))
+            telling = self._telling.get(key)  # it may have been cancelled before its first step
+            is_told = telling is not None and not telling.done()
+            if self._table.find(key[0]) is not told[1] and not is_told:
+                self._telling[key] = self._start(self._tell(key))
 
     async def _tell(self, key: tuple[str, Party]) -> None:
         """Tell a process of a name until it knows the last state, or does not watch it any more."""
@@ -233,4 +234,4 @@ class Registry:
             if isinstance(exc, RpcError):  # it has left, or does not return. Else it asks again
                 self._watchers.pop(key, None)
         finally:
-            self._telling.discard(key)
+            self._telling.pop(key, None)

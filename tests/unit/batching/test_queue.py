@@ -362,6 +362,20 @@ async def test_a_key_or_member_that_fails_while_its_call_waits(function: Any, ha
         assert {*await asyncio.gather(*map(function, later))} == {1}
 
 
+async def test_a_key_that_fails_as_its_call_is_cancelled() -> None:
+    """The cancellation goes through; the calls that waited fail with the key's exception."""
+    key = Fickle(1000)
+    async with asyncio.timeout(SLACK):
+        cancelled = asyncio.ensure_future(by_key(key))
+        beside = asyncio.create_task(outcome(by_key(3)))
+        await iterations()
+        key.left = 0
+        cancelled.cancel()
+        assert type(await beside) is ZeroDivisionError
+        assert cancelled.cancelled()
+        assert {*await asyncio.gather(*map(by_key, [1, 1, 1, 1]))} == {1}
+
+
 @pytest.mark.promise("batching.one_call")
 async def test_calls_of_one_loop_iteration_share_a_batch() -> None:
     """Calls made in one loop iteration are one batch, though no call waits for others."""

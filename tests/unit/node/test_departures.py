@@ -159,3 +159,27 @@ async def test_a_worker_that_was_replaced_waits_for_nobody(
             await serving
         await replaced.leave()
         await network.workers["a"].close()
+
+
+@pytest.mark.parametrize("before", [0, 5], ids=["before its first step", "later"])
+async def test_the_task_that_watches_is_cancelled_by_other_code(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next wait starts it again: peers that freeze are still lost in time."""
+    monkeypatch.setattr(departures, "is_running", lambda: True)
+    network = Network()
+    coordinator = network.workers["a"]
+    serving = [network.serve("a")]
+    while coordinator._attendant is None:
+        await asyncio.sleep(0)
+    for _ in range(before):
+        await asyncio.sleep(0)
+    coordinator._attendant.cancel()
+    await turns()
+    serving += [network.serve("b")]
+    await turns()
+    assert not coordinator._attendant.done()
+    serving += [network.serve("c")]
+    async with asyncio.timeout(SOON):
+        await asyncio.gather(*serving)
+    await coordinator.close()

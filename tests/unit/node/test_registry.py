@@ -209,3 +209,25 @@ async def test_a_watcher_that_asks_again_while_it_is_told(monkeypatch: pytest.Mo
     await steps()
     assert not found._watchers
     await drained(found)
+
+
+@pytest.mark.parametrize("before", [0, 5], ids=["before its first step", "later"])
+async def test_the_task_that_tells_is_cancelled_by_other_code(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next change is told all the same."""
+    found, _ = registry()
+    calls, table = Calls(monkeypatch), found._table
+    found.add_watcher("env", A)
+    table.add("env", object())  # type: ignore[arg-type]
+    await asyncio.sleep(0)  # `_tell_all`
+    (telling,) = found._tasks
+    for _ in range(before):
+        await asyncio.sleep(0)
+    telling.cancel()
+    await steps()
+    table.remove("env")
+    table.add("env", second := object())  # type: ignore[arg-type]
+    await steps()
+    assert calls[-1] == ("a", "env", "main", 9, (3, second))
+    await drained(found)
