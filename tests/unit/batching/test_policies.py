@@ -675,9 +675,39 @@ def test_what_fills_a_batch_by_weight(waiting: list[float], full: list[int], lef
         batch = scheduler.next_batch(0.0)
         assert isinstance(batch, Batch)
         assert (len(batch.items), batch.reason) == (count, Reason.FULL)
+        assert batch.weight == sum(waiting[item] for item in batch.items)
         scheduler.finish_batch(0.0)
     assert scheduler.next_batch(0.0) is None
     assert len(scheduler) == left
+
+
+def test_the_weight_of_a_batch_whose_policy_has_none() -> None:
+    scheduler = new(Fill(3))
+    scheduler.add(0, 0.0)
+    batch = scheduler.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    assert batch.weight == 0.0
+
+
+def test_a_key_that_is_full_by_other_numbers() -> None:
+    """It leaves before an older call of another key, though no call comes after `use`."""
+    scheduler = FillScheduler[int](Fill(3, 9.0, key=hash))
+    for item, key in enumerate("abb"):
+        scheduler.add(item, 0.0, CallTraits(key))
+    assert scheduler.next_batch(1.0) is None
+    scheduler.use(Fill(2, 9.0, key=hash))
+    batch = scheduler.next_batch(1.0)
+    assert isinstance(batch, Batch)
+    assert (batch.items, batch.reason) == ((1, 2), Reason.FULL)
+
+
+def test_what_a_round_waits_for() -> None:
+    """Its size, who is there, and who was there in the last one."""
+    scheduler: RoundScheduler[int] = RoundScheduler(Round(3, member=hash))
+    for item, member in enumerate(["a", "b", "c", "b"]):
+        scheduler.add(item, 0.0, CallTraits(member=member))
+    assert scheduler.next_batch(0.0) is not None
+    assert scheduler.next_round() == (3, ("b",), ("c", "a"))
 
 
 @pytest.mark.promise("batching.full")

@@ -116,11 +116,12 @@ def test_two_threads_need_the_tensors() -> None:
     assert transfer.sent()
 
 
-def test_a_transfer_without_memory_is_discarded() -> None:
+@pytest.mark.parametrize("error", [MemoryError, OSError, RuntimeError])  # the last one is torch's
+def test_a_transfer_without_memory_is_discarded(error: type[Exception]) -> None:
     """Its sender is told at its end, and drops it: once, though it may do so before it is told."""
 
     def none_left(_: int, __: bool) -> Any:
-        raise MemoryError
+        raise error
 
     found = IncomingTransfers(LIMIT, none_left)
     sent = chunks(outgoing(1, [torch.ones(CHUNK // 2)]))
@@ -287,7 +288,8 @@ def test_a_peer_makes_so_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_sibling() -> None:
     """It counts as a transfer until it is read or dropped."""
     found = incoming(100)
-    found.adopt(1, memory := bytearray(60), 60)
+    memory = bytearray(60)
+    assert found.adopt(1, memory, 60)
     with pytest.raises(ProtocolError, match="has begun"):
         found.adopt(1, memory, 60)
     found.adopt(2, memory, 60)

@@ -170,10 +170,9 @@ async def test_the_task_that_watches_is_cancelled_by_other_code(
     network = Network()
     coordinator = network.workers["a"]
     serving = [network.serve("a")]
-    while coordinator._attendant is None:
+    for _ in range(1 + before):
         await asyncio.sleep(0)
-    for _ in range(before):
-        await asyncio.sleep(0)
+    assert coordinator._attendant is not None
     coordinator._attendant.cancel()
     await turns()
     serving += [network.serve("b")]

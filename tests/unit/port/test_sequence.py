@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._port.sequence import (
+    _ACKNOWLEDGEMENT,
+    _HEAD,
+    _PING,
     COUNT,
     OPENING,
     TICKS,
@@ -155,6 +158,51 @@ def test_a_window_that_is_full_and_acknowledged() -> None:
         pair.carry(0, 1 << 20)
         pair.carry(1, 1 << 20)
     assert len(pair.ends[1].found) == 200 * LARGEST
+
+
+def test_what_an_end_sends_and_when() -> None:
+    """Bytes at once. An acknowledgement for each eighth of the window, or by a tick; a ping rarely.
+
+    A reader that stands is not asked whether it lives, and is never dead.
+    """
+    near, far = Sequence(WINDOW), Sequence(WINDOW)
+
+    def sent(end: Sequence) -> bytes:
+        return b"".join(part for parts in iter(end.next, []) for part in parts)
+
+    def number(end: Sequence) -> int:
+        kind, found = _HEAD.unpack(sent(end))
+        assert kind == _ACKNOWLEDGEMENT
+        return int(found)
+
+    assert sent(near) == b""
+    near.put(bytes(7))
+    far.feed(sent(near))
+    assert sent(far) == b"", "seven of 64 bytes"
+    near.put(b"8")
+    far.feed(sent(near))
+    assert number(far) == 8
+    near.put(b"9")
+    far.feed(sent(near))
+    assert sent(far) == b"", "one since the last"
+    assert far.tick(is_reading=True)
+    assert number(far) == 9
+    assert far.tick(is_reading=True)
+    assert sent(far) == _HEAD.pack(_PING, 0), "nothing to acknowledge"
+    assert all(far.tick(is_reading=False) for _ in range(TICKS))
+    assert number(far) == 9, "no ping, but a sign of life"
+
+
+@given(st.lists(st.binary(min_size=1, max_size=8), min_size=1, max_size=4), st.data())
+def test_frames_that_come_in_two_parts(puts: list[bytes], data: st.DataObject) -> None:
+    """Cut at any byte, in a head too."""
+    near = Sequence()
+    for each in puts:
+        near.put(each)
+    wire = b"".join(part for parts in iter(near.next, []) for part in parts)
+    cut = data.draw(st.integers(0, len(wire)))
+    far = Sequence()
+    assert b"".join(far.feed(wire[:cut]) + far.feed(wire[cut:])) == b"".join(puts)
 
 
 @pytest.mark.parametrize(
