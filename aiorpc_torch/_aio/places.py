@@ -17,7 +17,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, Ge
 from typing import Any, NamedTuple
 
 from .own_frames import LIBRARY, is_of_user, outwards
-from .tasks import StepContext, take_step, warn_if_blocking
+from .tasks import StepContext, take_step, take_steps
 
 MOST_LINES = 6
 MOST_TASKS = 64  # that one task is followed to
@@ -81,7 +81,7 @@ def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
         if frame is None:
             return
         yield awaited, frame
-        if frame.f_code is warn_if_blocking.__code__:  # it drives its coroutine by itself
+        if frame.f_code is take_steps.__code__:  # it drives its coroutine by itself
             awaited = frame.f_locals.get("coroutine")
         else:
             awaited = getattr(awaited, names[1])

@@ -50,7 +50,7 @@ _START: Any = object()  # no step was taken
 
 
 @types.coroutine
-def warn_if_blocking(
+def take_steps(
     coroutine: Coroutine[Any, Any, R], name: str, value: Any = _START
 ) -> Generator[Any, Any, R]:
     """Await `coroutine` by `take_step`. If its first step was taken, it waits for `value`."""

@@ -353,16 +353,16 @@ class Connection(Channel):
             self._give_up(number, seconds)
         elif number in self.pending:
             was_sent = self.state.cancel(number)
-            self.pending.fail((number,), self._late(call, seconds, was_sent=was_sent))
+            self.pending.fail((number,), self._timeout_of(call, seconds, was_sent=was_sent))
             self.carriers.drop_cancelled()
             self.flush_soon()
         else:
-            late = CallAborted(self._late(call, seconds, was_sent=True))
+            late = CallAborted(self._timeout_of(call, seconds, was_sent=True))
             self.pending.finish_loading(number, late)
         if isinstance(call, StreamReader) and call.is_collecting():  # its last items
-            call.fail(CallAborted(self._late(call, seconds, was_sent=True)))
+            call.fail(CallAborted(self._timeout_of(call, seconds, was_sent=True)))
 
-    def _late(self, call: ReplyReceiver, seconds: float, *, was_sent: bool) -> CallTimeout:
+    def _timeout_of(self, call: ReplyReceiver, seconds: float, *, was_sent: bool) -> CallTimeout:
         what = "may have run" if was_sent else "was not sent"
         peer, method = self.peer.name, call_name(call.target)
         text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
@@ -439,7 +439,7 @@ class Connection(Channel):
             lost = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
             if not error.may_have_run:  # the caller may call another worker
                 lost = error
-        if lost is not None:  # otherwise as in `_lose`
+        if lost is not None:  # otherwise as in `_enter_lost`
             self.fail([number], lost)
 
     def fail(self, numbers: Sequence[int], error: RpcError) -> None:
@@ -513,7 +513,7 @@ class Connection(Channel):
     #   on_broken        a frame that cannot be read       FINISHED; the channel closes
     #   on_end           the transport has ended           on one host LOST, else JUDGED by a ping
     #   on_peer_lost     the peer is lost, by any sign     FINISHED once the transport has ended
-    # `_finish` fails the calls, `_lose` lets them wait for the reason of the loss.
+    # `_enter_finished` fails the calls, `_enter_lost` lets them wait for the reason of the loss.
 
     def open(self) -> None:
         """Start to connect, in a task."""
@@ -533,11 +533,11 @@ class Connection(Channel):
         self.ended.set()
         exc = asyncio.CancelledError() if opening.cancelled() else opening.exception()
         if isinstance(exc, WorkerLost):
-            self._lose(exc)
+            self._enter_lost(exc)
         elif isinstance(exc, RpcError):
-            self._finish(exc)
+            self._enter_finished(exc)
         elif exc is not None:  # otherwise it was open, and its end is judged
-            self._finish(WorkerUnreachable(self.peer.name, repr(exc)))
+            self._enter_finished(WorkerUnreachable(self.peer.name, repr(exc)))
 
     def _retire(self, _: bytes) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
@@ -557,7 +557,7 @@ class Connection(Channel):
     def on_peer_lost(self, error: RpcError) -> None:
         """Fail all pending calls; a peer that was only unreachable gets their cancellations."""
         if self.ended.is_set():
-            self._finish(error)
+            self._enter_finished(error)
         else:
             self._fail_calls(error, recorded=True)
 
@@ -573,14 +573,14 @@ class Connection(Channel):
         for each in [*self._recorded_calls] if recorded else ():
             each.failed(error)
 
-    def _lose(self, error: WorkerLost) -> None:
+    def _enter_lost(self, error: WorkerLost) -> None:
         """End without a leave message; the calls of a process that ends wait for the reason."""
         self._enter(Phase.LOST)
         lost = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
         if lost is not None:
-            self._finish(lost)
+            self._enter_finished(lost)
 
-    def _finish(self, error: RpcError) -> None:
+    def _enter_finished(self, error: RpcError) -> None:
         if self.phase is not Phase.FINISHED:
             self._enter(Phase.FINISHED)
             self._fail_calls(error, recorded=True)
@@ -588,11 +588,11 @@ class Connection(Channel):
 
     def on_close(self, what: str, text: str) -> None:
         self._observer.on_leave_message(self.peer.name, self.peer.id, what, text)
-        self._finish(error_of_close(self.peer.name, what, text))
+        self._enter_finished(error_of_close(self.peer.name, what, text))
 
     def on_broken(self, exc: Exception) -> None:
         text = f"worker {self.peer.name!r} sent a frame, perhaps this result, that cannot be read"
-        self._finish(RemoteError(f"{text}: {exc!r}"))
+        self._enter_finished(RemoteError(f"{text}: {exc!r}"))
 
     def on_loop_closed(self) -> None:
         """End the threads, which would keep this connection alive. From another loop."""
@@ -602,9 +602,9 @@ class Connection(Channel):
         if self._knocking is not None:
             self._knocking.cancel()
         if error is None or self.phase is Phase.FINISHED:
-            self._finish(WorkerLeft(self.peer.name, "the connection was closed"))
+            self._enter_finished(WorkerLeft(self.peer.name, "the connection was closed"))
         elif self.is_local:  # its process has ended
-            self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
+            self._enter_lost(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:
             self._lose_path(f"its connection has ended: {error}")
 
@@ -628,7 +628,7 @@ class Connection(Channel):
             return
         self._enter(Phase.LOST)
         if known is not None:
-            self._finish(known)
+            self._enter_finished(known)
 
     async def _judge_path(self, reason: str) -> None:
         """Wait for the ping, and let another connection take the unsent calls to a living peer."""
@@ -640,7 +640,7 @@ class Connection(Channel):
         if self.phase is Phase.FINISHED:
             return
         if self._peer.is_lost and self._peer.error is not None:
-            self._finish(self._peer.error)
+            self._enter_finished(self._peer.error)
             return
         self._enter(Phase.LOST)
         if not self._is_successor or self._sender.messages + self._lone_calls:
@@ -664,7 +664,7 @@ class Connection(Channel):
         if not judging.cancelled() and judging.exception() is None:
             reason = f"{reason}. It is alive, and the next call connects again"
         cut = WorkerUnreachable(self.peer.name, reason, may_have_run=True, may_return=True)
-        self._finish(cut)
+        self._enter_finished(cut)
 
     def _pass_on(self) -> None:
         """Let another connection send the calls that were not sent over this one.

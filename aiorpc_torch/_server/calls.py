@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._aio.deadlines import set_deadline
-from .._aio.tasks import take_step, warn_if_blocking
+from .._aio.tasks import take_step, take_steps
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
 from .._handles.mistakes import await_hint
@@ -128,12 +128,12 @@ class ServerCall:
                 value = self.invoke()
             if type(value) is CoroutineType:  # the common case
                 # The first step is taken here, so that a call that never waits needs no generator.
-                # `warn_if_blocking` is one, and takes the steps that follow.
+                # `take_steps` is one, and takes the steps that follow.
                 has_ended, found = take_step(value.send, None, name)
                 if has_ended:
                     value = found
                 else:  # a frame that kept the future would keep its result
-                    value, found = warn_if_blocking(value, name, found), None
+                    value, found = take_steps(value, name, found), None
                     value = await value
             elif inspect.isawaitable(value):
                 value = await value

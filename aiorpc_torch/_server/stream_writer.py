@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from .._aio.fork import run_in_method
-from .._aio.tasks import warn_if_blocking
+from .._aio.tasks import take_steps
 from .._aio.threads import memory_threads, run_in_thread
 from .._wire.buffers import COPY_ON_LOOP
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
@@ -97,7 +97,7 @@ class StreamCall(RpcCall):
         try:
             while True:
                 try:
-                    item = await warn_if_blocking(_next(source), self.name)
+                    item = await take_steps(_next(source), self.name)
                 except StopAsyncIteration:
                     return
                 if not await self.send_from_loop(item):
