@@ -1,7 +1,7 @@
 """Mutation of the state machines and codecs: `python -m tests.support.mutation [PATTERN ...]`.
 
 mutmut changes one expression at a time and runs the unit tests of its module. A mutant that no test
-notices is a survivor, and is printed. docs/mutation.md judges those that are known. The patterns
+notices is a survivor, and is printed. tests/README.md judges those that are known. The patterns
 select mutants by name; the default is a fixed sample of a fifth.
 """
 
