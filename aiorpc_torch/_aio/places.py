@@ -17,7 +17,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, Ge
 from typing import Any, NamedTuple
 
 from .own_frames import LIBRARY, is_of_user, outwards
-from .tasks import StepContext, take_step, take_steps
+from .tasks import StepContext, Steps, take_step
 
 MOST_LINES = 6
 MOST_TASKS = 64  # that one task is followed to
@@ -62,7 +62,7 @@ _STEPS = {"async_generator_asend", "async_generator_athrow", "anext_awaitable"}
 def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
     """Yield a coroutine and what it awaits with their frames, the outermost first."""
     while awaited is not None:
-        if isinstance(awaited, StepContext):
+        if isinstance(awaited, StepContext | Steps):
             awaited = awaited.coroutine
         elif hasattr(type(awaited), "_steps"):  # a call that was made a task
             awaited = awaited._steps
@@ -81,10 +81,7 @@ def awaited_by(awaited: Any) -> Iterator[tuple[Any, FrameType]]:
         if frame is None:
             return
         yield awaited, frame
-        if frame.f_code is take_steps.__code__:  # it drives its coroutine by itself
-            awaited = frame.f_locals.get("coroutine")
-        else:
-            awaited = getattr(awaited, names[1])
+        awaited = getattr(awaited, names[1])
 
 
 def chains_of(task: "asyncio.Task[Any]") -> list[Chain]:

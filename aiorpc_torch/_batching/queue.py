@@ -16,7 +16,7 @@ from sys import modules
 from typing import Any, TypeVar
 
 from .._aio.identity import WeakIdentityDict
-from .._aio.tasks import detach_task, take_steps
+from .._aio.tasks import Steps, detach_task
 from .._context import propagation
 from .._context.cancellation import ask_whether_given_up
 from .._context.interception import TRACER, CallInfo, End, caller_context, enter_batch
@@ -391,7 +391,7 @@ class BatchQueue:
             end = self._enter(batch, running, asked)
             steps = self._run_function(batch, args)
             if self._function.is_async:  # else the steps are short: it runs in a thread
-                steps = take_steps(steps, self._function.name)
+                steps = Steps(steps, self._function.name)
             results = await steps
         except BaseException as exc:  # SystemExit too: every caller gets a result
             note_has_run(exc)

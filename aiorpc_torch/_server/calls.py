@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._aio.deadlines import set_deadline
-from .._aio.tasks import take_step, take_steps
+from .._aio.tasks import Steps, take_step
 from .._context.interception import CallInfo, End, Kind, enter_call
 from .._context.recording import ContextRecord, enter_record
 from .._handles.mistakes import await_hint
@@ -127,13 +127,12 @@ class ServerCall:
             if value is _NOT_CALLED:
                 value = self.invoke()
             if type(value) is CoroutineType:  # the common case
-                # The first step is taken here, so that a call that never waits needs no generator.
-                # `take_steps` is one, and takes the steps that follow.
+                # The first step is taken here: a call that never waits needs no `Steps`.
                 has_ended, found = take_step(value.send, None, name)
                 if has_ended:
                     value = found
                 else:  # a frame that kept the future would keep its result
-                    value, found = take_steps(value, name, found), None
+                    value, found = Steps(value, name, found), None
                     value = await value
             elif inspect.isawaitable(value):
                 value = await value

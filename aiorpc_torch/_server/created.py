@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._aio.identity import WeakIdentityDict
-from .._aio.tasks import detach_task, take_steps
+from .._aio.tasks import Steps, detach_task
 from .._aio.threads import run_in_thread
 from .._endpoint.runtime import runs_on_loop
 from .._text import printable
@@ -136,7 +136,7 @@ async def _end(instance: Any, name: str, finalizer: Finalizer | None) -> None:
             end = getattr(instance, end_of(instance) or "")
             result = end() if runs_on_loop(end) else await run_in_thread(end, "aiorpc-close")
             if inspect.iscoroutine(result):
-                await take_steps(result, name)
+                await Steps(result, name)
             elif inspect.isawaitable(result):
                 await result
         if finalizer is not None:  # Python calls it once only, and the object was kept instead

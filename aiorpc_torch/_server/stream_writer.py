@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from .._aio.fork import run_in_method
-from .._aio.tasks import take_steps
+from .._aio.tasks import Steps, take_step
 from .._aio.threads import memory_threads, run_in_thread
 from .._wire.buffers import COPY_ON_LOOP
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
@@ -96,8 +96,12 @@ class StreamCall(RpcCall):
         check_streamable(source, self.name)
         try:
             while True:
+                step = _next(source)
                 try:
-                    item = await take_steps(_next(source), self.name)
+                    has_ended, item = take_step(step.send, None, self.name)
+                    if not has_ended:  # as in `ServerCall.run`
+                        steps, item = Steps(step, self.name, item), None
+                        item = await steps
                 except StopAsyncIteration:
                     return
                 if not await self.send_from_loop(item):

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiorpc_torch._aio.loop_lag import LoopLag
 from aiorpc_torch._aio.places import stack_of_thread
-from aiorpc_torch._aio.tasks import take_steps
+from aiorpc_torch._aio.tasks import Steps
 
 
 async def test_a_blocked_loop_is_seen_from_another_thread() -> None:
@@ -51,7 +51,7 @@ async def test_a_method_is_named_by_its_call() -> None:
         thread.join()
 
     ident = threading.get_ident()
-    await take_steps(method(), "Policy.act")
+    await Steps(method(), "Policy.act")
     assert found[0].function == "Policy.act"
     assert any("method" in frame for frame in found[0].frames)
 

@@ -18,8 +18,8 @@ from aiorpc_torch._aio.slow_steps import SlowSteps
 from aiorpc_torch._aio.tasks import (
     SLOW_STEP,
     StepContext,
+    Steps,
     start_task,
-    take_steps,
 )
 
 
@@ -48,7 +48,7 @@ def _at_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 async def awaited(coroutine: Any, name: str) -> Any:
     """Make a coroutine for a task: from Python 3.12 on, a marked generator is none."""
-    return await take_steps(coroutine, name)
+    return await Steps(coroutine, name)
 
 
 @coroutine
@@ -78,7 +78,7 @@ def test_values_go_in_and_out() -> None:
     async def method() -> list[Any]:
         return [await pause("first"), await pause("second"), await pause()]
 
-    assert run(take_steps(method(), "m"), 1, 2, 3) == (["first", "second", None], [1, 2, 3])
+    assert run(Steps(method(), "m"), 1, 2, 3) == (["first", "second", None], [1, 2, 3])
 
 
 def test_without_a_step() -> None:
@@ -87,7 +87,7 @@ def test_without_a_step() -> None:
     async def method() -> str:
         return "value"
 
-    assert run(take_steps(method(), "m")) == ([], "value")
+    assert run(Steps(method(), "m")) == ([], "value")
 
 
 async def test_on_a_loop() -> None:
@@ -112,7 +112,7 @@ def test_what_it_raises(exc: BaseException) -> None:
         await pause()
         raise exc
 
-    steps = take_steps(method(), "m")
+    steps = Steps(method(), "m")
     steps.send(None)
     with pytest.raises(type(exc)) as caught:
         steps.send(None)
@@ -131,7 +131,7 @@ def test_what_is_thrown_in() -> None:
             seen.append(exc)
         return await pause("after")
 
-    steps = take_steps(method(), "m")
+    steps = Steps(method(), "m")
     steps.send(None)
     thrown = ValueError("in")
     assert steps.throw(thrown) == "after"
@@ -190,7 +190,7 @@ def test_close_closes_the_coroutine() -> None:
         finally:
             seen.append("finally")
 
-    steps = take_steps(method(), "m")
+    steps = Steps(method(), "m")
     steps.send(None)
     steps.close()
     assert seen == ["exit", "finally"]
@@ -208,7 +208,7 @@ def test_a_slow_step_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) ->
         await pause()
         clock.now += 1.5
 
-    steps = take_steps(method(), "Policy.act")
+    steps = Steps(method(), "Policy.act")
     steps.send(None)
     clock.now += 60  # it is warned of once a minute
     with pytest.raises(StopIteration):
@@ -226,7 +226,7 @@ def test_quick_steps_and_waiting_are_not(clock: Clock, caplog: pytest.LogCapture
             clock.now += 0.9 * SLOW_STEP
             await pause()
 
-    steps = take_steps(method(), "m")
+    steps = Steps(method(), "m")
     for _ in range(10):
         steps.send(None)
         clock.now += 100
@@ -249,7 +249,7 @@ def test_a_slow_last_step_is_named(
             if end == "raises":
                 raise KeyError
 
-    steps = take_steps(method(), "m")
+    steps = Steps(method(), "m")
     steps.send(None)
     with pytest.raises((KeyError, StopIteration, ZeroDivisionError)):
         steps.throw(ZeroDivisionError()) if end == "is thrown at" else steps.send(None)
