@@ -72,7 +72,7 @@ class ServerCall:
     task: asyncio.Task[None] | None = None  # set while it runs on the loop
     session: "Session | None" = None  # None for a call of a torch client
     number = -1  # that of its caller
-    joiner: Joiner | None = None  # of a batched function; a `CallInTurn` has an `Entrance`
+    joiner: Joiner | None = None  # of a batched function
     deadline: float | None = None
     leave_queue: Callable[[], object] | None = None  # out of its batch, or the queue of a turn
     scope: BatchScope | None = None  # batches that wait for it

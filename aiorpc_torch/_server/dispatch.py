@@ -367,8 +367,7 @@ def _set_arguments(call: RpcCall, arguments: Any) -> None:
     """Set the arguments of a call, which only raises if they could not be unpickled."""
     if type(arguments) is RemoteFailure:
         call.function = arguments.raise_
-        if isinstance(call.joiner, partial):  # it joins no batch
-            call.joiner = None
+        call.joiner = None  # it joins no batch
     else:
         call.arguments = arguments
 
@@ -396,9 +395,9 @@ def _raise(exc: BaseException, *_: Any, **__: Any) -> None:
 # ── heads ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None, Callable[..., RpcCall]]
-"""The function of a group of calls, whether it starts on the loop, what its calls join or enter,
-and their class."""
+Resolved = tuple[Callable[..., Any], bool, Joiner | None, Callable[..., RpcCall]]
+"""The function of a group of calls, whether it starts on the loop, how its calls join a batch, and
+what makes them: their class, or a partial of one with the `Entrance` to their object."""
 
 
 class KnownHead:
@@ -470,12 +469,12 @@ class KnownHead:
         function: Any = found[0]
         _, on_loop, joiner, make = found
         is_method = isinstance(target, MethodTarget) and type(function) is MethodType
-        if is_method and function.__self__ is owner and type(joiner) is not Entrance:
+        if is_method and function.__self__ is owner and not isinstance(make, partial):
             with contextlib.suppress(TypeError):  # its class has no weak references
                 self.object = weakref.ref(owner)
             self.function, self._on_loop, self._make = function.__func__, on_loop, make
             self.name = getattr(function, "__qualname__", "")
-            self._join = joiner.func if isinstance(joiner, partial) else None
+            self._join = None if joiner is None else joiner.func
             is_small = type(self.wire.only_kind) is tuple or self.wire.only_kind == PLAIN
             self.is_simple = is_small and on_loop and joiner is None and make is RpcCall
         return found
@@ -494,7 +493,7 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
     if joiner is None and (turns := turns_for(owner, function)) is not None:
         entrance = Entrance(turns, on_loop)
         exclusive = ExclusiveStream if stream else ExclusiveCreate if makes else ExclusiveCall
-        return unguarded(function), True, entrance, exclusive
+        return unguarded(function), True, None, partial(exclusive, entrance)
     if makes:
         return function, on_loop, joiner, CreateCall
     if stream:

@@ -24,7 +24,10 @@ class CallInTurn(ServerCall):
     """A call on an exclusive object. Its turn ends when its function has ended."""
 
     turn: Turn | None = None
-    joiner: Any  # an `Entrance` while the call waits for its turn
+
+    def __init__(self, entrance: Entrance, *how: Any) -> None:
+        super().__init__(*how)
+        self._entrance: Entrance | None = entrance  # while the call waits for its turn
 
     def enter(self, begin: Callable[[], None]) -> bool:
         """Enter the queue; return whether the turn has begun, otherwise `begin` is called later.
@@ -32,15 +35,17 @@ class CallInTurn(ServerCall):
         Raises RuntimeError if the call would wait for itself.
         """
         batches = NO_BATCHES if self.scope is None else self.scope.batches
-        turns: Turns = self.joiner.turns
+        assert self._entrance is not None
+        turns = self._entrance.turns
         self.turn = turn = Turn(turns, begin)
         self.leave_queue = turn.leave
         return turns.enter(turn, self.name, batches)
 
     def begin(self) -> bool:
         """Begin the turn; return whether the function runs on the loop."""
-        runs_on_loop: bool = self.joiner.on_loop
-        self.joiner = self.leave_queue = None
+        assert self._entrance is not None
+        runs_on_loop = self._entrance.on_loop
+        self._entrance = self.leave_queue = None
         return runs_on_loop
 
     def invoke(self) -> Any:
@@ -67,7 +72,7 @@ class CallInTurn(ServerCall):
 
     def abandon(self, exc: BaseException) -> None:
         super().fail(exc)
-        if self.joiner is not None:  # it waits; otherwise its function still runs
+        if self._entrance is not None:  # it waits; otherwise its function still runs
             self._leave()
 
     def _leave(self) -> None:

@@ -85,13 +85,13 @@ class Executor:
                 plain = []
             if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
                 continue
-            if call.joiner is None:
-                self.start_task(call)
+            if call.joiner is not None:
+                # A copy: `key=` and `weight=` are functions of the user, and may set variables.
+                self._context.copy().run(call.join, call.joiner)
             elif isinstance(call, CallInTurn):
                 self._wait_for_turn(call)
             else:
-                # A copy: `key=` and `weight=` are functions of the user, and may set variables.
-                self._context.copy().run(call.join, call.joiner)
+                self.start_task(call)
         if plain:
             self._start_in_threads(plain)
 
