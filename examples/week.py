@@ -139,13 +139,16 @@ async def act(given: argparse.Namespace) -> None:
 
     async def play(game: impala.Game) -> None:
         nonlocal played, sent
+        replay: Any = None  # until a call finds its worker gone: each lookup asks all workers
         while True:
             rollout = await game.play(player)
             played += len(rollout.rewards)
             try:
-                await aiorpc.remote(await aiorpc.lookup("replay")).insert(rollout)
+                replay = replay or await aiorpc.lookup("replay")
+                await aiorpc.remote(replay).insert(rollout)
                 sent += len(rollout.rewards)
             except aiorpc.WorkerGone:
+                replay = None
                 tell(dropped=len(rollout.rewards))
                 await asyncio.sleep(PAUSE)
             tell(played=played, sent=sent)

@@ -18,9 +18,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)  # the gravest first
 HELD = 0.25  # seconds of lag that are told although no method is known for it
 WAIT = 1.0  # seconds from which a wait is told
 GROWTH, SHARE = 8, 0.1  # calls, and share of the queue, by which it has grown
-FEWEST_VALUES = 4  # looks at a queue, before it is judged
+FEWEST_VALUES = 4  # looks at a queue or a loop, before it is judged
 FULL_BATCHES = 2  # that wait; fewer are no queue
 SLOWER, LEAST, FEWEST = 3.0, 0.01, 3  # times as long, seconds, calls in the window
+LATE, OTHERS = 0.05, 2  # seconds of lag, and other workers, from which loops are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ def verdicts(history: History, rows: Sequence[Row]) -> list[Verdict]:
             track = history.tracks[row.key]
             found += [*_held(row, track), *_grows(row, track)]
     excused = _waiting_for({(each.world, each.worker) for each in found}, rows)
-    compared = *_slow(history, rows), *_waits(rows)
+    held = {(each.world, each.worker) for each in found if each.kind in ("held", "blocked")}
+    late = [each for each in _late(history, rows) if (each.world, each.worker) not in held]
+    compared = *late, *_slow(history, rows), *_waits(rows)
     found += [each for each in compared if (each.world, each.worker) not in excused]
     return sorted(found, key=lambda each: KINDS.index(each.kind))
 
@@ -122,6 +125,26 @@ def is_growing(values: Sequence[float]) -> bool:
 
 def _change(values: Sequence[float]) -> str:
     return f"{values[0]:.0f} → {values[-1]:.0f}"
+
+
+def _late(history: History, rows: Iterable[Row]) -> Iterator[Verdict]:
+    """Yield the workers whose loops are late all the time, much more than those of the others.
+
+    Many steps of a few hundredths of a second do that, of which none holds the loop for long.
+    """
+    by_world: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        lags = history.tracks[row.key].values("loop", "lag") if row.key else []
+        if row.state == "ok" and len(lags) >= FEWEST_VALUES:
+            by_world[row.world][row.name] = statistics.median(lags)
+    for world, of_workers in by_world.items():
+        for name, own in of_workers.items():
+            others = [each for other, each in of_workers.items() if other != name]
+            if len(others) < OTHERS or own < LATE:
+                continue
+            if own >= SLOWER * (usual := statistics.median(others)):
+                text = f"loop {seconds(own)} late; of other workers {seconds(usual)}"
+                yield Verdict("slow", world, name, f"{text}: many steps of it block")
 
 
 def _slow(history: History, rows: Iterable[Row]) -> Iterator[Verdict]:

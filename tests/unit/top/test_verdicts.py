@@ -106,6 +106,30 @@ def test_a_slow_worker_whose_call_has_not_ended() -> None:
     assert [each.worker for each in said(history(before, after))] == ["env0"]
 
 
+@pytest.mark.parametrize(
+    ("lags", "told"),
+    [
+        ([0.17, 0.15, 0.16, 0.17], ["env2"]),
+        ([0.17, 0.15, 0.16], []),
+        ([0.17, 0.01, 0.02, 0.17, 0.01], []),
+        ([0.04] * 4, []),
+        ([0.3] * 4, ["env2"]),
+    ],
+    ids=["always", "too few looks", "at times", "hardly", "told without the others"],
+)
+def test_a_loop_that_is_later_than_the_others(lags: list[float], told: list[str]) -> None:
+    """Steps of 20 ms, of eight tasks: none of them holds the loop for long."""
+    usual = [{"env0": 0.02, "env1": 0.015, "main": 0.005} for _ in lags]
+    looks = [
+        [sample(at, data(name, loop={"lag": lag})) for name, lag in (of | {"env2": own}).items()]
+        for at, (of, own) in enumerate(zip(usual, lags, strict=True))
+    ]
+    found = said(history(*looks))
+    assert [each.worker for each in found] == told
+    if told and max(lags) < 0.25:
+        assert found[0].text == "loop 165ms late; of other workers 15ms: many steps of it block"
+
+
 def test_who_waits_for_whom() -> None:
     """The workers that wait are named, whoever they wait for; short waits are not told."""
     wait = {"worker": "ps", "calls": 3, "method": "update", "age": 4.0}
