@@ -28,6 +28,9 @@ class Holder:
         self.stack = paused(Group(rrefs))
         await self.stack.__aenter__()
 
+    async def end(self) -> None:
+        await self.stack.__aexit__(None, None, None)
+
     async def add(self, rref: RRef[Any]) -> int:
         async with paused(rref):
             await remote(rref).add()
@@ -71,6 +74,30 @@ async def test_a_worker_that_is_killed_while_its_object_is_paused() -> None:
             await remote(made).add()
         async with paused(made):  # it waits until it is there
             assert await remote(made).add() == 1
+
+
+@pytest.mark.promise("limits.paused")
+async def test_an_object_whose_process_was_replaced() -> None:
+    """It is not looked for in the next process of that name, also if that began meanwhile."""
+    async with world(["a", "b"], max_restarts=1) as me, asyncio.timeout(LONG):
+        holder = await create("a", Holder)
+        counter, old = await create("a", Counter), await create("b", Counter)
+        await remote(holder).pause(counter)
+
+        async def pause() -> None:
+            async with paused(Group([counter, old])):
+                raise AssertionError("it was entered")
+
+        pausing = asyncio.ensure_future(pause())
+        await asyncio.sleep(0.1)  # it waits for the pause of the first object
+        await me.restart("b")
+        await remote(holder).end()
+        with pytest.raises(WorkerLost, match="'b' is lost: it was restarted"):
+            await pausing
+        with pytest.raises(WorkerLost, match="'b' is lost: it was restarted"):
+            async with paused(old):
+                raise AssertionError("it was entered")
+        assert await remote(counter).add() == 1
 
 
 class Peer:
