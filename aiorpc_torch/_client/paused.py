@@ -63,6 +63,7 @@ async def paused(objects: Any) -> AsyncIterator[None]:
         RuntimeError: in a method of an object with a limit (`exclusive`) that pauses it.
         NotInWorld: outside a world.
     """
+    current()  # torch's own error tells of no world
     members = await _in_order(of_handle(objects))
     is_open = True
     async with contextlib.AsyncExitStack() as stack:

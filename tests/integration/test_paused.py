@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import Group, RRef, WorkerLost, call, create, paused, remote, supervised
+from aiorpc_torch import (
+    Group,
+    NotInWorld,
+    RRef,
+    WorkerLost,
+    call,
+    create,
+    paused,
+    remote,
+    supervised,
+)
 from aiorpc_torch.testing import kill, world
 
 LONG = 60.0
@@ -19,6 +29,10 @@ class Counter:
     async def add(self) -> int:
         self.count += 1
         return self.count
+
+
+async def call_add(counter: Counter, _: int) -> int:
+    return await counter.add()
 
 
 class Holder:
@@ -74,6 +88,20 @@ async def test_a_worker_that_is_killed_while_its_object_is_paused() -> None:
             await remote(made).add()
         async with paused(made):  # it waits until it is there
             assert await remote(made).add() == 1
+
+
+async def test_after_the_world_has_ended() -> None:
+    """Pauses, and items of a map, raise NotInWorld, and not what torch says."""
+    async with asyncio.timeout(LONG):
+        async with world(["a"]):
+            counters = await create(["a"], Counter)
+            results = counters.map(call_add, itertools.count(), return_exceptions=True)
+            assert await anext(results) == 1
+        found = [await anext(results) for _ in range(10)]
+        assert isinstance(found[-1], NotInWorld), found
+        with pytest.raises(NotInWorld):
+            async with paused(counters):
+                raise AssertionError("it was entered")
 
 
 @pytest.mark.promise("limits.paused")
