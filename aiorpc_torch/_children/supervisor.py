@@ -34,7 +34,9 @@ JOIN_GRACE = 1.0  # seconds beyond `start_timeout` for a child to tell itself wh
 # then: `run_local` raises it, and would return as if nothing had happened.
 FAILURE_TIMEOUT = 20.0
 
-REPLACED = "its process was ended by restart()"  # what peers are told
+# What peers are told.
+REPLACED = "its process was ended by restart()"
+STOPPED = "it was stopped before it was restarted"
 
 FIRST_PAUSE = 0.1  # seconds before the second restart in a row; it doubles from one to the next
 LONGEST_PAUSE = 30.0
@@ -177,9 +179,14 @@ class Supervisor:
             if not joining.done():
                 text = f"{config.name!r} has not joined within {config.start_timeout:g} s"
                 raise WorldTimeout(f"{text}, and its process was killed: it may be frozen")
-        except BaseException:
+        except BaseException as exc:
             if child is not None:
                 self._drop(child)
+            # A restart that this start has stopped does not follow.
+            is_lost = self._membership is not None and self._membership.is_lost(config.name)
+            if is_lost and not self._is_coming(config.name):
+                text = printable(f"its start has failed: {type(exc).__name__}")
+                self._abandon(config.name, f"{text}; {self._not_restarted(config.name)}")
             raise
         finally:
             joining.cancel()
@@ -200,8 +207,23 @@ class Supervisor:
         if task is None:
             return False
         task.cancel()
-        await asyncio.wait((task,))
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:  # who has stopped it does not go on
+
+            def on_end(ended: "asyncio.Task[None]") -> None:
+                if ended.cancelled():
+                    self._abandon(name, STOPPED)
+
+            task.add_done_callback(on_end)
+            raise
         return task.cancelled()
+
+    def _is_coming(self, name: str) -> bool:
+        """Return whether a process of that name lives, starts or is to be started."""
+        last = self.last.get(name)
+        is_there = last is not None and not last.ended.done()
+        return is_there or name in self._starting or name in self._restarting
 
     async def remove(self, name: str, timeout: float) -> None:
         """Let a child leave while the others go on, and wait for its end.
@@ -210,7 +232,7 @@ class Supervisor:
         it is frozen, or its event loop is blocked. A cancellation changes nothing of that.
         """
         if await self._stop_restarting(name):
-            self._abandon(name, "it was stopped before it was restarted")
+            self._abandon(name, STOPPED)
             return
         child = self._alive(name)
         child.is_leaving, child.is_replaced = True, False

@@ -3,10 +3,11 @@
 from types import MethodType
 from typing import Any, NoReturn, TypeGuard
 
+from .._endpoint import entry_points
 from .._text import printable
-from .._wire.exceptions import RemoteFailure, text_of, try_add_note
+from .._wire.exceptions import RECEIVER, RemoteFailure, text_of, try_add_note
 from .._wire.pickling import CallAborted
-from .._wire.targets import CreateTarget, Target, call_name
+from .._wire.targets import CreateTarget, MakeTarget, Target, call_name
 from ..errors import (
     NotInWorld,
     RemoteError,
@@ -78,6 +79,9 @@ def exception_of(answer: Any, target: Target) -> BaseException | None:
                 name = function.__qualname__
                 text = f"(this is a method of an object here: pass the class's, `{name}`)"
                 try_add_note(found, text)
+        makes = isinstance(target, CreateTarget | MakeTarget)
+        if makes and answer.worker == RECEIVER and isinstance(found, ReferenceError):
+            return _error_of_made(found, target)
         return found
     if type(answer) is CallAborted:
         try:
@@ -85,3 +89,12 @@ def exception_of(answer: Any, target: Target) -> BaseException | None:
         except BaseException as exc:
             return exc
     return None
+
+
+def _error_of_made(exc: ReferenceError, target: Target) -> Exception:
+    """Return the error of a call that has made an object on a worker which is gone by now."""
+    worker = getattr(exc, "worker", None)
+    if worker is None or (node := entry_points.here) is None:
+        return exc
+    kind = WorkerLeft if node.pool.has_left(worker) else WorkerLost
+    return kind(worker, "the object that it has made is gone", method=call_name(target))

@@ -40,7 +40,7 @@ from .answers import exception_of
 from .group_call import MemberCalls
 from .group_schedule import MapSchedule, Outcome
 from .pending import InlineFuture
-from .pool import connection_to
+from .pool import connection_to, current
 from .routes import Route, checked_retries
 from .supervised import Supervised
 
@@ -438,6 +438,7 @@ class _MapRun(MemberCalls):
     def _send(self, index: int, number: int) -> None:
         member = self._members[number]
         try:
+            current()  # torch's own error tells of no world
             rref = member._start() if isinstance(member, Supervised) else member
             owner = owner_name(member if rref is None else rref)
             if rref is None or self._pool.load(owner) is None:

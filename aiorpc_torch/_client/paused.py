@@ -63,6 +63,7 @@ async def paused(objects: Any) -> AsyncIterator[None]:
         RuntimeError: in a method of an object with a limit (`exclusive`) that pauses it.
         NotInWorld: outside a world.
     """
+    current()  # torch's own error tells of no world
     members = await _in_order(of_handle(objects))
     is_open = True
     async with contextlib.AsyncExitStack() as stack:
@@ -92,7 +93,8 @@ async def paused(objects: Any) -> AsyncIterator[None]:
 async def _pause(owner: str, rref: Any, mark: BatchId, *, enters: bool) -> AsyncIterator[BatchId]:
     own = running_call() if owner == current().worker else None
     arguments = rref_id(rref) or rref, mark, own, enters
-    pause = RemoteCall(owner, FunctionTarget(pause_object), None, *arguments)
+    # By the RRef: another process may have the owner's name by now.
+    pause = RemoteCall(rref, FunctionTarget(pause_object), None, *arguments)
     try:
         found = await pause.__aenter__()
     except CallTimeout as exc:
@@ -111,9 +113,7 @@ async def _pause(owner: str, rref: Any, mark: BatchId, *, enters: bool) -> Async
 
 async def _settled(members: Sequence[tuple[str, Any]], *, enters: bool) -> list[int]:
     target = FunctionTarget(settle_pause)
-    calls = [
-        RemoteCall(owner, target, None, rref_id(rref) or rref, enters) for owner, rref in members
-    ]
+    calls = [RemoteCall(rref, target, None, rref_id(rref) or rref, enters) for _, rref in members]
     return await asyncio.gather(*calls)
 
 

@@ -118,11 +118,14 @@ class ConnectionPool:
 
         Raises:
             UnknownWorker: if there is no such worker; the message names the workers.
+            WorkerGone: if it is the name that `owner_name` gives an owner whose process has ended.
         """
         key = worker.name if isinstance(worker, WorkerInfo) else worker
         try:
             return self._members.workers[key].name
         except (KeyError, TypeError):
+            if isinstance(key, str) and split_past_name(key)[1] >= 0:
+                raise self._no_member(key) from None
             names = ", ".join(self._members.names())
             text = f"no worker {worker!r} in this world; there are: {names}"
             raise UnknownWorker(text) from None
@@ -142,13 +145,7 @@ class ConnectionPool:
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
         if (peer := self._members.workers.get(worker)) is None:
-            name, worker_id = split_past_name(worker)
-            if self._members.worker_id_of(name) not in (None, worker_id):
-                reason = (
-                    "it was restarted, and this RRef belongs to its old process. create() it again"
-                )
-                raise WorkerLost(name, reason, may_have_run=False)
-            raise WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)
+            raise self._no_member(worker)
         if self._introductions.holding is None and peer.has_left:
             raise WorkerLeft(worker, may_have_run=False)
         for each in _all(by_peer):
@@ -167,6 +164,14 @@ class ConnectionPool:
         connection.open()
         by_peer.setdefault(worker, []).append(connection)
         return connection
+
+    def _no_member(self, owner: str) -> WorkerGone:
+        """Return the error of a call to an owner of RRefs that is no member."""
+        name, worker_id = split_past_name(owner)
+        if self._members.worker_id_of(name) in (None, worker_id):
+            return WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)
+        reason = "it was restarted, and this RRef belongs to its old process. create() it again"
+        return WorkerLost(name, reason, may_have_run=False)
 
     def _successor(self, worker: str) -> Connection:
         """Return the connection that takes calls which were not sent over an earlier one.

@@ -93,6 +93,7 @@ class Membership:
         self._heartbeat = heartbeat
         self._node = node
         self._children = {} if children is None else children
+        self._is_parent = children is not None
         self._on_loss: Callable[[RpcError], None] | None = None
         self._loop = asyncio.get_running_loop()
         self.is_open = True  # reports are heard: until `close`
@@ -209,6 +210,9 @@ class Membership:
             self.agent.free_name(known.member)
             self.agent.add_peer(member)
             self._do(self._peers.replace(member))
+            # A child that was killed as it registered is known late, and none follows it.
+            if self._is_parent and known.final is not None and member.name not in self._children:
+                self.abandon(member.name, known.final)
         return True
 
     def announce(self, name: str) -> None:

@@ -227,10 +227,12 @@ def note_back(worker_id: int) -> None:
 
 def _check_owner(worker_id: int) -> None:
     if (name := _table.gone.get(worker_id)) is not None:
-        raise ReferenceError(
+        error: Any = ReferenceError(
             f"this RRef is of an object of worker {name!r}, which is lost or has left: create() "
             "the object again"
         )
+        error.worker = name
+        raise error
 
 
 def owner_name(owned: Any) -> str:

@@ -44,6 +44,9 @@ _NOT_TRANSFERABLE = (
     StopAsyncIteration,
 )
 
+RECEIVER = "the receiver"
+"""The worker of a `RemoteFailure` that is of this process: what was sent cannot be read here."""
+
 
 class _OwnEnd(WorkerGone):
     """The error of calls that this worker ends since it leaves or has failed.

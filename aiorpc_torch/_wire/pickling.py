@@ -37,7 +37,7 @@ from .by_value import (
     reduce_script_function,
     refuse_by_value,
 )
-from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
+from .exceptions import RECEIVER, RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .tensors import (
     TensorKind,
     compact_at_call,
@@ -193,7 +193,7 @@ def unpack(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -
     except BaseException as exc:  # a user's __reduce__ may raise even SystemExit
         exc = explain(exc)
         try_add_note(exc, "(while unpickling what the other worker sent)")
-        return RemoteFailure.of(exc, "the receiver")
+        return RemoteFailure.of(exc, RECEIVER)
 
 
 def _unpickled(

@@ -777,6 +777,14 @@ async def test_an_owner_without_calls() -> None:
         assert torch.equal((await every["c"].weights())[0], new_weight("c"))
 
 
+async def test_parameters_of_a_process_that_was_replaced() -> None:
+    async with world(["a"]) as me, asyncio.timeout(TIMEOUT):
+        params = await parameter_rrefs(await create("a", torch.nn.Linear, 1, 1))
+        await me.restart("a")
+        with pytest.raises(WorkerLost, match="'a' is lost: it was restarted"):
+            await DistributedOptimizer.create(torch.optim.SGD, params, lr=0.1)
+
+
 @pytest.mark.promise("autograd.optimizers")
 async def test_optimizers_raise_as_themselves() -> None:
     """What torch.optim's class raises on an owner, with its own arguments, and what is ours."""

@@ -1,6 +1,7 @@
 """Another program at the address of a worker that died."""
 
 import asyncio
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
@@ -39,3 +40,18 @@ async def test_another_program_at_the_address_of_one_that_died() -> None:
             await me.start("late")
             assert await call("late", actors.ask_back, me.name) == me.name
             assert await call("late", names_of_lost) == ["dead"]
+
+
+@pytest.mark.promise("joining.death")
+async def test_a_child_that_has_registered_is_known_after_its_end() -> None:
+    """No process follows it, and who waits for one is told."""
+    async with asyncio.timeout(2 * SOON), aiorpc.local_world(["a"]) as me:
+        member = me._node.members.peers["a"].member
+        kill("a")
+        with pytest.raises(WorkerLost, match="it is not restarted"):
+            await call("a", asyncio.sleep, 600)
+        with pytest.raises(WorkerLost, match="it is not restarted"):
+            await me.wait_for("a")
+        assert me._node.membership.add(replace(member, worker_id=member.worker_id + 1))
+        with pytest.raises(WorkerLost, match="it is not restarted"):
+            await asyncio.wait_for(me.wait_for("a"), SOON / 4)

@@ -1,12 +1,23 @@
 """`paused` among processes: holders and objects that are killed, supervised objects, groups."""
 
 import asyncio
+import contextlib
 import itertools
 from typing import Any
 
 import pytest
 
-from aiorpc_torch import Group, RRef, WorkerLost, call, create, paused, remote, supervised
+from aiorpc_torch import (
+    Group,
+    NotInWorld,
+    RRef,
+    WorkerLost,
+    call,
+    create,
+    paused,
+    remote,
+    supervised,
+)
 from aiorpc_torch.testing import kill, world
 
 LONG = 60.0
@@ -21,12 +32,19 @@ class Counter:
         return self.count
 
 
+async def call_add(counter: Counter, _: int) -> int:
+    return await counter.add()
+
+
 class Holder:
     """Pauses objects for ever, in its own process."""
 
     async def pause(self, *rrefs: RRef[Any]) -> None:
         self.stack = paused(Group(rrefs))
         await self.stack.__aenter__()
+
+    async def end(self) -> None:
+        await self.stack.__aexit__(None, None, None)
 
     async def add(self, rref: RRef[Any]) -> int:
         async with paused(rref):
@@ -71,6 +89,46 @@ async def test_a_worker_that_is_killed_while_its_object_is_paused() -> None:
             await remote(made).add()
         async with paused(made):  # it waits until it is there
             assert await remote(made).add() == 1
+
+
+async def test_after_the_world_has_ended() -> None:
+    """Pauses, and items of a map, do not raise what torch says."""
+    async with asyncio.timeout(LONG):
+        async with world(["a"]):
+            counters = await create(["a"], Counter)
+            results = counters.map(call_add, itertools.count(), return_exceptions=True)
+            assert await anext(results) == 1
+        found = []
+        with contextlib.suppress(RpcError):  # it may end, as its members have left
+            found = [await anext(results) for _ in range(10)]
+        assert all(isinstance(each, int | RpcError) for each in found), found
+        with pytest.raises(NotInWorld):
+            async with paused(counters):
+                raise AssertionError("it was entered")
+
+
+@pytest.mark.promise("limits.paused")
+async def test_an_object_whose_process_was_replaced() -> None:
+    """It is not looked for in the next process of that name, also if that began meanwhile."""
+    async with world(["a", "b"], max_restarts=1) as me, asyncio.timeout(LONG):
+        holder = await create("a", Holder)
+        counter, old = await create("a", Counter), await create("b", Counter)
+        await remote(holder).pause(counter)
+
+        async def pause() -> None:
+            async with paused(Group([counter, old])):
+                raise AssertionError("it was entered")
+
+        pausing = asyncio.ensure_future(pause())
+        await asyncio.sleep(0.1)  # it waits for the pause of the first object
+        await me.restart("b")
+        await remote(holder).end()
+        with pytest.raises(WorkerLost, match="'b' is lost: it was restarted"):
+            await pausing
+        with pytest.raises(WorkerLost, match="'b' is lost: it was restarted"):
+            async with paused(old):
+                raise AssertionError("it was entered")
+        assert await remote(counter).add() == 1
 
 
 class Peer:

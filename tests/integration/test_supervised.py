@@ -13,8 +13,10 @@ from aiorpc_torch import (
     Group,
     GroupError,
     NotInWorld,
+    WorkerLeft,
     WorkerLost,
     call,
+    create,
     each,
     fetch,
     lookup,
@@ -25,6 +27,7 @@ from aiorpc_torch.testing import frozen, world
 from tests.support.supervised_objects import (
     Diary,
     Refused,
+    awaiting,
     endless,
     lose,
     mortal,
@@ -395,6 +398,32 @@ async def test_a_factory_that_raises_no_exception(tmp_path: Path) -> None:
         with pytest.raises(Refused):
             async for _ in Group(objects[1:]).map(Diary.twice, [1, 2]):
                 pass
+
+
+@pytest.mark.promise("supervised.left", "joining.left")
+async def test_objects_that_are_made_while_their_worker_leaves(file: Path, tmp_path: Path) -> None:
+    """The calls that make them have run, and the objects are gone with the worker."""
+    go = tmp_path / "go"
+    async with world(["a"], max_restarts=1) as me, asyncio.timeout(LONG):
+        diary = await supervised("a", awaiting, file, go)
+        await me.restart("a")
+        calls: list[Any] = [remote(diary).add(), create("a", awaiting, file, go)]
+        calls.append(create(["a"], awaiting, file, go))
+        making = [asyncio.ensure_future(each) for each in calls]
+        while len(told(file)) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        stopping = asyncio.ensure_future(me.stop("a"))
+        while me.peers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        go.touch()
+        found = await asyncio.gather(*making, return_exceptions=True)
+        for exc in (*found[:2], *found[2].exceptions):  # type: ignore[union-attr]
+            assert isinstance(exc, WorkerLeft), exc
+            assert exc.may_have_run
+            assert (exc.worker, exc.method) == ("a", "awaiting")
+        await stopping
+        await me.start("a")
+        assert await remote(diary).add() == 1
 
 
 async def test_a_stream_that_is_closed_while_its_object_is_awaited(file: Path) -> None:

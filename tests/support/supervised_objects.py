@@ -95,3 +95,12 @@ async def endless(file: Path) -> Diary:
     if os.path.exists(file):  # noqa: ASYNC240
         await asyncio.Event().wait()
     return Diary(file)
+
+
+async def awaiting(file: Path, go: Path) -> Diary:
+    """Make a Diary; the second time, and later, only when the file `go` exists."""
+    has_begun = os.path.exists(file)  # noqa: ASYNC240
+    diary = Diary(file)
+    while has_begun and not os.path.exists(go):  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.01)
+    return diary

@@ -253,3 +253,58 @@ async def test_two_children_of_one_name() -> None:
     assert len(supervisor._children) == 1
     supervisor._send("cancel")
     await supervisor._close(0.0)
+
+
+@pytest.mark.parametrize("why", ["cancelled at once", "cancelled", "dead"])
+async def test_a_start_that_fails_in_place_of_a_restart(why: str) -> None:
+    """No process follows. Calls that wait for one end, and are told the remedy."""
+    process, told = Process(), list[str]()
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON, watchdog=None)
+    supervisor = Supervisor([], None, (), 1, ProcessOptions())
+    supervisor._make_process = process.made
+    membership: Any = SimpleNamespace(
+        abandon=lambda name, error: told.append(f"{name}: {error.reason}"), is_lost=lambda _: True
+    )
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
+    supervisor.watch_children(me)
+    supervisor._restart(config, WorkerLost("b", "its process was killed by SIGKILL"), SOON)
+    starting = asyncio.create_task(supervisor.add(config, asyncio.sleep(SOON)))
+    await asyncio.sleep(0)
+    while why != "cancelled at once" and not supervisor._children:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    if why == "dead":
+        process.kill()
+    else:
+        starting.cancel()
+    async with asyncio.timeout(SOON):
+        await asyncio.wait((starting,))
+        while not told:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+    reason = "it was stopped before it was restarted"
+    if why != "cancelled at once":
+        name = "CancelledError" if why == "cancelled" else "WorkerLost"
+        remedy = "it is not restarted: `await me.restart('b')` starts it again"
+        reason = f"its start has failed: {name}; {remedy}"
+    assert told == [f"b: {reason}"]
+    assert not supervisor._restarting
+    await supervisor._close(0.0)
+
+
+async def test_a_stop_that_is_cancelled_before_a_restart() -> None:
+    """The restart does not follow all the same, and who waits for it is told."""
+    told = list[str]()
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON, watchdog=None)
+    supervisor = Supervisor([], None, (), 1, ProcessOptions())
+    membership: Any = SimpleNamespace(abandon=lambda _, error: told.append(error.reason))
+    me: Any = SimpleNamespace(_node=SimpleNamespace(membership=membership))
+    supervisor.watch_children(me)
+    supervisor._restart(config, WorkerLost("b", "its process was killed by SIGKILL"), SOON)
+    stopping = asyncio.create_task(supervisor.remove("b", 0.0))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    async with asyncio.timeout(SOON):
+        await asyncio.wait((stopping,))
+        while not told:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+    assert stopping.cancelled()
+    assert told == ["it was stopped before it was restarted"]
