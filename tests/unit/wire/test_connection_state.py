@@ -739,6 +739,22 @@ def test_a_call_is_sent_once_it_has_left() -> None:
     assert [*map(state.was_sent, range(3))] == [False, True, False]
 
 
+def test_a_copied_call_whose_caller_has_gone() -> None:
+    """It is dropped once: it is unsent no more, and later not withdrawn."""
+    pending, dropped, first = {0, 1}, list[Call](), large(0)
+    state = new_state(pending, drop=dropped.append)
+    state.is_paused = False
+    state.submit(first, is_idle=False)
+    assert state.take() == [first]
+    state.begin_copy(first, "a")
+    assert state.end_copy(first)
+    pending.remove(0)
+    assert state.take() == []
+    assert dropped == [first]
+    assert state.withdraw() == []
+    assert len(state) == 0
+
+
 def test_calls_behind_a_copy_are_in_the_window() -> None:
     """So none of them keeps a copied one, whose answer would make room for it, from being sent."""
     window = FlowWindow(10, 10)
