@@ -10,6 +10,7 @@ import pytest
 from aiorpc_torch import (
     Group,
     NotInWorld,
+    RpcError,
     RRef,
     WorkerLost,
     call,
@@ -98,10 +99,11 @@ async def test_after_the_world_has_ended() -> None:
             counters = await create(["a"], Counter)
             results = counters.map(call_add, itertools.count(), return_exceptions=True)
             assert await anext(results) == 1
-        found = []
+        found = list[Any]()
         with contextlib.suppress(RpcError):  # it may end, as its members have left
             found = [await anext(results) for _ in range(10)]
         assert all(isinstance(each, int | RpcError) for each in found), found
+        await results.aclose()
         with pytest.raises(NotInWorld):
             async with paused(counters):
                 raise AssertionError("it was entered")
