@@ -82,7 +82,7 @@ def world(place: Place, size: int = 3, **more: Any) -> list[Mover]:
 @pytest.mark.promise("succession.takeover")
 @pytest.mark.parametrize(
     ("place", "end"),
-    samples.cells(PLACES, ["kill", "freeze", "leave"], of=2),
+    samples.cells(PLACES, ["kill", "freeze", "leave"], of=3),
     indirect=["place"],
 )
 def test_the_coordinator_ends(place: Place, end: str) -> None:
