@@ -322,6 +322,9 @@ class _MapRun(MemberCalls):
             ordered=options.ordered,
         )
         self._items: dict[int, tuple[Any, ...]] = {}  # that are sent, or yielded with results
+        # Of a supervised member that has been waited for: items start now, also if other calls that
+        # have waited with them have not. If all waited for each other, none would ever start.
+        self._returned: dict[int, Any] = {}
         self._failure: Exception | None = None  # that has ended the map
         self._results = Wakeup()  # is set when the next result may be there
         self._slots = Wakeup()  # is set when an item may be taken
@@ -388,17 +391,20 @@ class _MapRun(MemberCalls):
             alive = functools.partial(self._pool.observer.wait_until_alive, worker)
             self._start_task(number, self._await_return(number, alive))
 
-    async def _await_return(self, number: int, wait: Callable[[], Awaitable[object]]) -> None:
+    async def _await_return(self, number: int, wait: Callable[[], Awaitable[Any]]) -> None:
         try:
-            await wait()
+            destination = await wait()
         except asyncio.CancelledError:
             raise
         except BaseException as exc:  # of the factory of a supervised object
             self._schedule.give_up(number, exc)
         else:
             self._schedule.restore(number)
+            if destination is not None:
+                self._returned[number] = destination[0]
         del self._tasks[number]
         self._go_on()
+        self._returned.pop(number, None)
 
     def _on_cancelled(self, key: int, exc: asyncio.CancelledError) -> None:
         if key == _TAKING:
@@ -439,7 +445,9 @@ class _MapRun(MemberCalls):
         member = self._members[number]
         try:
             current()  # torch's own error tells of no world
-            rref = member._start() if isinstance(member, Supervised) else member
+            rref = member
+            if isinstance(member, Supervised):
+                rref = self._returned.get(number) or member._start()
             owner = owner_name(member if rref is None else rref)
             if rref is None or self._pool.load(owner) is None:
                 if isinstance(member, Supervised) and rref is not None:

@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import pickle
+import threading
 import weakref
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, WorkerLost, call, create, each, fetch, proxy, remote, supervised
 from aiorpc_torch.types import RemoteTraceback, Worker
 from tests.support.actors import Counter
+from tests.support.slack import SLACK
 from tests.support.supervised_objects import Diary
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -157,3 +161,34 @@ async def test_a_loss_that_a_batch_reports_is_no_loss_of_the_object(method: str)
             await getattr(handle, method)(1)
         assert isinstance(raised.value.__cause__, RemoteTraceback)
         assert await remote(made).ran() == begun + 1
+
+
+async def test_a_map_beside_a_call_that_does_not_start() -> None:
+    """A call of another event loop has waited for the object too, and that loop stands."""
+    counter = await supervised(0, Counter)
+    waits, gate = threading.Event(), threading.Event()
+
+    async def call_and_stand() -> int:
+        adding = asyncio.create_task(to_task(remote(counter).aadd(1)))
+        while not counter._supervision._waiting:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        waits.set()
+        gate.wait()  # the loop stands
+        return await adding
+
+    counter._lose(counter.rref)  # calls wait until it is known that its process is the same
+    with ThreadPoolExecutor() as pool:
+        added = pool.submit(asyncio.run, call_and_stand())
+        try:
+            assert waits.wait(SLACK)  # this loop stands too: it would make the object at once
+            async with asyncio.timeout(SLACK):
+                found = Group([counter]).map(Counter.aadd, [0] * 20, in_flight=2)
+                assert [value async for value in found] == [0] * 20
+        finally:
+            gate.set()
+        assert await asyncio.wrap_future(added) == 1
+    assert counter._start() is counter.rref
+
+
+async def to_task(awaitable: Awaitable[int]) -> int:
+    return await awaitable
