@@ -51,8 +51,8 @@ _NOTHING: Any = object()
 class Steps(Generator[Any, Any, R]):
     """An awaitable that takes the steps of `coroutine` by `take_step`.
 
-    If the first step was taken, it begins to wait for `found`. It is no generator: one would take
-    250 bytes more for as long as a call waits.
+    If the first step was taken, it begins to wait for `found`. It is no generator, whose frame
+    would be kept for as long as a call waits. (`benchmarks.memory`)
     """
 
     __slots__ = ("_found", "_name", "coroutine")
@@ -74,7 +74,7 @@ class Steps(Generator[Any, Any, R]):
 
     def send(self, value: Any) -> Any:
         """Take the next step."""
-        return self._take(self.coroutine.send, value)
+        return next(self) if value is None else self._take(self.coroutine.send, value)
 
     def throw(self, exc: Any, value: Any = None, traceback: Any = None) -> Any:
         """Take the next step with an exception."""

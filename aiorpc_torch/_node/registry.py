@@ -203,9 +203,10 @@ class Registry:
     def _tell_all(self) -> None:
         self._notify(*self._listeners)  # of this worker itself
         for key, told in self._watchers.items():
-            telling = self._telling.get(key)  # it may have been cancelled before its first step
-            is_told = telling is not None and not telling.done()
-            if self._table.find(key[0]) is not told[1] and not is_told:
+            telling = self._telling.get(key)
+            # Other code may have cancelled it before its first step.
+            is_over = telling is None or telling.done()
+            if is_over and self._table.find(key[0]) is not told[1]:
                 self._telling[key] = self._start(self._tell(key))
 
     async def _tell(self, key: tuple[str, Party]) -> None:

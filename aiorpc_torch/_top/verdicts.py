@@ -138,13 +138,9 @@ def _late(history: History, rows: Iterable[Row]) -> Iterator[Verdict]:
         if row.state == "ok" and len(lags) >= FEWEST_VALUES:
             by_world[row.world][row.name] = statistics.median(lags)
     for world, of_workers in by_world.items():
-        for name, own in of_workers.items():
-            others = [each for other, each in of_workers.items() if other != name]
-            if len(others) < OTHERS or own < LATE:
-                continue
-            if own >= SLOWER * (usual := statistics.median(others)):
-                text = f"loop {seconds(own)} late; of other workers {seconds(usual)}"
-                yield Verdict("slow", world, name, f"{text}: many steps of it block")
+        for name, own, usual in _far_above(of_workers, LATE, OTHERS):
+            text = f"loop {seconds(own)} late; of other workers {seconds(usual)}"
+            yield Verdict("slow", world, name, f"{text}: many steps of it block")
 
 
 def _slow(history: History, rows: Iterable[Row]) -> Iterator[Verdict]:
@@ -163,11 +159,24 @@ def _slow(history: History, rows: Iterable[Row]) -> Iterator[Verdict]:
                 taken = by_method[row.world, call["method"]]
                 taken[row.name] = max(taken.get(row.name, 0.0), call["age"])
     for (world, method), of_workers in by_method.items():
-        for name, own in of_workers.items():
-            others = [each for other, each in of_workers.items() if other != name]
-            if others and own >= LEAST and own >= SLOWER * (usual := statistics.median(others)):
-                text = f"{method} takes {seconds(own)}; on other workers {seconds(usual)}"
-                yield Verdict("slow", world, name, text, method)
+        for name, own, usual in _far_above(of_workers, LEAST, 1):
+            text = f"{method} takes {seconds(own)}; on other workers {seconds(usual)}"
+            yield Verdict("slow", world, name, text, method)
+
+
+def _far_above(
+    of_workers: dict[str, float], least: float, fewest: int
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each worker whose value is far above those of the others: it and their median too.
+
+    The value is `least` or more, and there are `fewest` others or more.
+    """
+    for name, own in of_workers.items():
+        others = [each for other, each in of_workers.items() if other != name]
+        if len(others) < fewest or own < least:
+            continue
+        if own >= SLOWER * (usual := statistics.median(others)):
+            yield name, own, usual
 
 
 def _waits(rows: Iterable[Row]) -> Iterator[Verdict]:

@@ -231,7 +231,7 @@ def _check_owner(worker_id: int) -> None:
             f"this RRef is of an object of worker {name!r}, which is lost or has left: create() "
             "the object again"
         )
-        error.worker = name
+        error.worker = name  # `_client.answers` tells of it, for an object that was being made
         raise error
 
 

@@ -5,7 +5,6 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,7 @@ async def test_a_map_beside_a_call_that_does_not_start() -> None:
     waits, gate = threading.Event(), threading.Event()
 
     async def call_and_stand() -> int:
-        adding = asyncio.create_task(to_task(remote(counter).aadd(1)))
+        adding = asyncio.ensure_future(remote(counter).aadd(1))
         while not counter._supervision._waiting:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)
         waits.set()
@@ -188,7 +187,3 @@ async def test_a_map_beside_a_call_that_does_not_start() -> None:
             gate.set()
         assert await asyncio.wrap_future(added) == 1
     assert counter._start() is counter.rref
-
-
-async def to_task(awaitable: Awaitable[int]) -> int:
-    return await awaitable
